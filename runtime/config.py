@@ -1,0 +1,139 @@
+"""Frozen configuration of the router and of a worker, read from one JSON file each.
+
+pdctl writes these files (pdctl/command.py); this module is the only reader. Unknown fields are errors,
+so that a pdctl and a runtime of different versions notice each other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from runtime.errors import ConfigError
+
+Role = Literal["prefill", "decode", "mixed"]
+TransferKind = Literal["auto", "shm", "tcp"]
+PolicyName = Literal["least_loaded", "round_robin"]
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A host (name, IPv4 or bare IPv6) and a TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self}"
+
+
+class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prefill instance as its decode instances know it: its name and its peer address."""
+
+    name: str
+    address: Address
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`path` is a .gguf file or a Hugging Face folder on this host; `name` is what clients call it.
+
+    `dtype` is of weights, activations and KV cache; auto is float32 on a CPU, bfloat16 on a GPU.
+    """
+
+    path: str
+    name: str
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One instance. Sizes are bytes, times are seconds."""
+
+    deployment: str
+    name: str
+    role: Role
+    token_file: str
+    """0600 file with the deployment's token; every control channel proves knowledge of it."""
+    api_key_file: str | None = None
+    """0600 file with one client key a line; None: the OpenAI endpoints ask for no key."""
+    listen: Address
+    """HTTP: OpenAI API, /health, /ready, /metrics, /ledger."""
+    peer: Address | None = None
+    """Prefill only: where decode instances connect for control messages and, over tcp, KV data."""
+    advertise: str
+    """The address under which other hosts reach this one (registration, peers)."""
+    model: ModelConfig
+    block_size: int = 16
+    kv_cache_bytes: int
+    """Device pool: K and V of all layers."""
+    cpu_buffer_bytes: int = 0
+    """Decode only: pinned shared memory that prefill writes into."""
+    transfer: TransferKind = "auto"
+    tp_size: int = 1
+    device: str = "cpu"
+    threads: int | None = None
+    max_num_batched_tokens: int = 512
+    """Token budget of one engine step: decode tokens first, then prefill chunks."""
+    max_num_seqs: int = 64
+    max_queued: int = 512
+    """Requests that may wait before new ones get 503."""
+    prefix_cache: bool = True
+    router: str | None = None
+    """Base URL of the router to register with; None: serve without one."""
+    prefill_peers: list[PeerConfig] = []
+    """Decode only. Only these are ever dialled: a request can name one of them, not an address."""
+    shm_prefix: str
+    """Shared memory segments are named `<shm_prefix>.<rank>.<incarnation>`; this prefix is ours alone."""
+    request_timeout_s: float = 600.0
+    reserve_timeout_s: float = 60.0
+    """How long a request may wait for room in the CPU buffer before it gets 503."""
+    drain_timeout_s: float = 30.0
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The router. Instances are not listed here: they register."""
+
+    deployment: str
+    name: str = "router"
+    token_file: str
+    api_key_file: str | None = None
+    listen: Address
+    policy: PolicyName = "least_loaded"
+    request_timeout_s: float = 600.0
+    heartbeat_timeout_s: float = 6.0
+    max_body_bytes: int = 8 << 20
+    retries: int = 1
+    """How often a request that failed before its first byte is tried on another pair."""
+
+
+ConfigT = TypeVar("ConfigT", WorkerConfig, RouterConfig)
+
+
+def load(path: Path, kind: type[ConfigT]) -> ConfigT:
+    """Read a config file. Raises ConfigError naming the file and the field."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from e
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{path}: {e}") from e
+
+
+def read_token(path: str) -> bytes:
+    """The deployment's token. Raises ConfigError when the file is missing, empty, or readable by others."""
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+        token = file.read_bytes().strip()
+    except OSError as e:
+        raise ConfigError(f"token_file {path}: {e.strerror}") from e
+    if mode & 0o077:
+        raise ConfigError(f"token_file {path}: readable by others", hint=f"chmod 600 {path}")
+    if not token:
+        raise ConfigError(f"token_file {path}: empty")
+    return token

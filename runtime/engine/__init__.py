@@ -1,0 +1,1 @@
+"""The engine core: scheduler, runner, sampler; one process per tensor-parallel rank."""

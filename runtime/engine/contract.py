@@ -1,0 +1,112 @@
+"""What the engine core is to the rest of its process: requests in, events out.
+
+The engine runs on its own thread and owns the device pool. Everything else in the process (front link, hand-over)
+runs on the asyncio thread and talks to it through `EngineControl` (thread-safe, never blocks) and the `emit`
+callback it was built with (called on the engine thread; must return at once).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from runtime.kv.layout import KvLayout
+from runtime.kv.region import Region
+from runtime.protocol import FinishReason, OutputToken, RequestId, SamplingParams
+
+Mode = Literal["generate", "prefill", "decode"]
+"""
+generate  compute the prompt here and decode here (mixed instances)
+prefill   compute the prompt, sample one token, then hold the blocks until dropped (prefill instances)
+decode    allocate device blocks for a prompt whose KV someone else puts there, wait for `resume`, then decode
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    id: RequestId
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """New tokens. In mode `prefill` exactly one token, emitted before the last Computed.
+
+    With `finish` in mode generate and decode, the request's blocks are already free and the id forgotten.
+    In mode prefill they stay held until `drop`. The timings are set with a request's first tokens.
+    """
+
+    id: RequestId
+    tokens: tuple[OutputToken, ...]
+    finish: FinishReason | None
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    """Submission to the start of the first chunk."""
+    prefill_s: float = 0.0
+    """Start of the first chunk to the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Mode prefill: KV of the prompt's first `num_tokens` positions is final, in `blocks` (in prompt order)."""
+
+    id: RequestId
+    num_tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Mode decode: these device blocks, one per prompt block, are the request's; put its KV there, then `resume`."""
+
+    id: RequestId
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The request cannot be served; the engine has forgotten it and holds nothing for it."""
+
+    id: RequestId
+    message: str
+    status: int
+
+
+EngineEvent = Produced | Computed | Adopted | EngineFailed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    waiting: int
+    running: int
+    device_blocks_total: int
+    device_blocks_held: int
+    device_blocks_cached: int
+    counters: dict[str, float]
+
+
+class EngineControl(Protocol):
+    """The engine as other threads see it. No method blocks; each takes effect at the next engine step."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def pool(self) -> Region:
+        """The device pool's memory: block b starts at b * layout.block_bytes."""
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Its first event may be EngineFailed (queue full: 503; can never fit: 400)."""
+
+    def resume(self, request_id: RequestId, first: OutputToken) -> None:
+        """Mode decode: the KV of the whole prompt is in place; `first` is output token 0 (already streamed)."""
+
+    def drop(self, request_id: RequestId) -> None:
+        """Stop the request in any mode and state and free its blocks; no event follows. Unknown ids are ignored.
+
+        The caller has stopped all copies into and out of the request's blocks before it calls this.
+        """
+
+    def stats(self) -> EngineStats: ...

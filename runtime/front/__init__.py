@@ -1,0 +1,1 @@
+"""An instance's HTTP face: OpenAI API, tokenizer, detokenizer. No torch."""

@@ -1,0 +1,1 @@
+"""KV cache geometry, device pool, host buffer, prefix index. Knows blocks, not requests."""

@@ -1,0 +1,1 @@
+"""One decoder, configured: Llama-family architectures, and the loaders of their weights."""

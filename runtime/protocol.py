@@ -1,0 +1,353 @@
+"""Every message between processes of a deployment, in one file.
+
+Two kinds of connection carry them, both as frames of `runtime.link` (4-byte little-endian length, msgpack):
+  front <-> engine core   one inherited socket pair per instance; Command one way, Event the other
+  decode -> prefill       one TCP connection per pair for control, dialled by decode; PeerRequest, PeerReply
+The HTTP registration of instances at the router carries Registration and RegistrationReply as JSON.
+
+Times in messages are durations in seconds, taken on the sender's clock. Clocks of two hosts are never subtracted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NewType
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+RequestId = NewType("RequestId", str)
+"""Made by the router (or by the front without one): never a client's string."""
+
+Stage = Literal[
+    "admit", "route", "reserve", "prefill", "transfer", "swap_in", "decode", "stream", "release"
+]
+FinishReason = Literal["stop", "length", "abort"]
+
+# Internal headers, router -> decode front. Honoured only with the right HEADER_TOKEN; the router drops them from clients.
+HEADER_PREFIX = "x-pdctl-"
+HEADER_TOKEN = "x-pdctl-token"
+HEADER_REQUEST_ID = "x-pdctl-request-id"
+HEADER_PREFILL = "x-pdctl-prefill"
+"""Request: the prefill instance's name that the router chose. Response: the one that served."""
+HEADER_DECODE = "x-pdctl-decode"
+"""Response only: the decode (or mixed) instance that served."""
+HEADER_DEADLINE = "x-pdctl-deadline-s"
+"""Request: seconds this request may still take."""
+HEADER_FAILED_LEG = "x-pdctl-failed-leg"
+"""Response: on 502 and 504, `prefill`, `decode` or `transfer`, so that the router knows what to avoid on a retry."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. Defaults are OpenAI's; temperature 0 is greedy.
+
+    The draw for output position i depends on (seed, i) and the logits alone, never on the batch.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """None: none; n: the chosen token's log probability and the n most likely tokens'."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one position, from the model's logits before temperature and penalties."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class OutputToken(msgspec.Struct, frozen=True, array_like=True):
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request was served: the proof that a hand-over happened. Sent with the last tokens."""
+
+    prefill: str
+    """Instance that computed the prompt; equal to `decode` for a mixed instance."""
+    decode: str
+    path: str
+    """`local` (mixed), `shm`, `tcp`, `rdma`, `cuda_ipc`."""
+    kv_bytes: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefill instance's prefix cache."""
+    stages: dict[str, float] = {}
+    """Seconds per Stage. Each is taken on one clock; prefill has its queueing in `prefill_queue`."""
+
+
+# ---- front -> engine core -------------------------------------------------------------------------
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    id: RequestId
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    prefill: str | None = None
+    """Decode role: the peer to use; None: the core picks the peer with the fewest requests under way."""
+    deadline_s: float
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop this request and give back all it holds, in whatever stage it is. Unknown ids are ignored."""
+
+    id: RequestId
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    seq: int
+
+
+Command = Generate | Abort | GetStats
+
+# ---- engine core -> front -------------------------------------------------------------------------
+
+
+class CoreReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The model is loaded and has generated a token. For decode, `peers` follow in PeerState messages."""
+
+    incarnation: str
+    fingerprint: dict[str, str | int]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_device_blocks: int
+    num_buffer_blocks: int
+    load_s: float
+    self_test_s: float
+
+
+class PeerState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Decode: the link to one prefill peer came up (path tested with real bytes) or went down."""
+
+    name: str
+    path: str | None
+    """None: down."""
+    incarnation: str = ""
+    reason: str = ""
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """New output tokens of one request, in order. With `finish` it is the last message for this id."""
+
+    id: RequestId
+    tokens: tuple[OutputToken, ...]
+    finish: FinishReason | None = None
+    served: Served | None = None
+    """Set with `finish`, and with the first tokens (as far as known then)."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The request cannot go on; the last message for this id. `status` is the HTTP status it deserves."""
+
+    id: RequestId
+    message: str
+    status: int
+    leg: Literal["router", "prefill", "decode", "transfer"] | None = None
+    instance: str = ""
+    retry_after_s: float | None = None
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an instance holds for requests. Idle means every number is zero (cached blocks are not held)."""
+
+    requests: int = 0
+    waiting: int = 0
+    running: int = 0
+    device_blocks: int = 0
+    """Device blocks that a live request refers to."""
+    buffer_blocks: int = 0
+    reservations: int = 0
+    quarantined_blocks: int = 0
+    """Buffer blocks whose writer is not yet proven gone; never reused until it is."""
+    outgoing: int = 0
+    """Prefill: requests computed or being computed for a decode peer and not yet released."""
+    copies: int = 0
+    """Puts and swaps queued or running."""
+
+    def idle(self) -> bool:
+        return not any(msgspec.structs.astuple(self))
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    seq: int
+    ledger: Ledger
+    device_blocks_total: int
+    device_blocks_cached: int
+    """Free blocks that hold a reusable prefix."""
+    buffer_blocks_total: int
+    peers: dict[str, PeerState]
+    """Decode: prefill peers. Prefill: connected decode instances."""
+    counters: dict[str, float]
+    """Monotonic totals, Prometheus style without prefix: requests_finished, prompt_tokens, cached_tokens,
+    output_tokens, kv_bytes_shm, kv_bytes_tcp, transfers, transfer_seconds, swap_in_seconds, preemptions, ..."""
+
+
+Event = CoreReady | PeerState | Tokens | Failed | Stats
+
+# ---- decode -> prefill ----------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message after authentication (see runtime.link). Opens a control session."""
+
+    version: int
+    deployment: str
+    instance: str
+    incarnation: str
+    fingerprint: dict[str, str | int]
+    transfer: Literal["auto", "shm", "tcp"]
+    segment: str
+    """Name of the CPU buffer's shared memory segment on the decode host."""
+    segment_bytes: int
+    block_bytes: int
+
+
+class HelloData(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message on a tcp data connection: joins it to a control session."""
+
+    session: int
+
+
+class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Compute this prompt and put its KV into these blocks of my CPU buffer."""
+
+    id: RequestId
+    nonce: int
+    """Unique per reservation and incarnation; every later message and every write carries it."""
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    blocks: tuple[int, ...]
+    """Destination block per prompt block, in order."""
+    deadline_s: float
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Stop. Answered by exactly one terminal message (KvReady, PrefillFailed or Released)."""
+
+    nonce: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    seq: int
+
+
+class PathTest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Put `pattern`, repeated to one block, into `block`; answered by KvReady or PrefillFailed for `nonce`."""
+
+    nonce: int
+    block: int
+    pattern: bytes
+
+
+PeerRequest = Hello | HelloData | Prefill | Cancel | Ping | PathTest
+
+# ---- prefill -> decode ----------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The session is open. Everything an older session of the same decode instance could write is fenced."""
+
+    instance: str
+    incarnation: str
+    session: int
+    path: Literal["shm", "tcp"]
+    pid: int
+    start_ticks: int
+    """Of the writing process, with `boot_id`: what proves it dead to a decode instance on the same host."""
+    boot_id: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """No session: another model, layout, version or token. `field` names what differs."""
+
+    field: str
+    message: str
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Sent the moment it is sampled, ahead of the KV. With `finish` the KV is not sent: nothing will decode it."""
+
+    nonce: int
+    token: OutputToken
+    finish: FinishReason | None
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+class KvProgress(msgspec.Struct, frozen=True, tag=True):
+    """The first `blocks` destination blocks hold their final bytes."""
+
+    nonce: int
+    blocks: int
+
+
+class KvReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Terminal: all blocks were put, prefill will write none of them again."""
+
+    nonce: int
+    nbytes: int
+    transfer_s: float
+    """From the end of the prompt's computation to the end of the last put: what the hand-over costs."""
+
+
+class PrefillFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Terminal: prefill will write none of the blocks again."""
+
+    nonce: int
+    message: str
+    status: int
+    leg: Literal["prefill", "transfer"]
+
+
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """Terminal answer to Cancel, and to a request that finished with its first token."""
+
+    nonce: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    seq: int
+
+
+PeerReply = Welcome | Refused | FirstToken | KvProgress | KvReady | PrefillFailed | Released | Pong
+
+# ---- instance <-> router (JSON over HTTP, POST /internal/register) --------------------------------
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent at start, every heartbeat, and (with `leaving`) when draining. Authorization: Bearer <token>."""
+
+    version: int
+    name: str
+    role: Literal["prefill", "decode", "mixed"]
+    url: str
+    incarnation: str
+    ready: bool
+    leaving: bool = False
+    model: str
+    fingerprint: dict[str, str | int]
+    max_model_len: int
+    running: int = 0
+    waiting: int = 0
+    peers: dict[str, str | None] = {}
+    """Decode: path to each linked prefill peer, None where down. The router pairs only what is linked."""
+
+
+class RegistrationReply(msgspec.Struct, frozen=True, kw_only=True):
+    heartbeat_s: float
+    """Send the next one after this long."""

@@ -1,0 +1,1 @@
+"""The router: one OpenAI endpoint in front of all instances. No torch."""

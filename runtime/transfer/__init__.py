@@ -1,0 +1,1 @@
+"""Moving KV blocks from prefill to decode: transports, peer links, the hand-over."""
