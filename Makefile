@@ -1,0 +1,67 @@
+# make install | quickstart | test | lint | bench-handover | clean
+PYTHON ?= python3
+# The version that is tested. On PyPI this is a CUDA build of several GB; on a machine without a GPU,
+# `make install TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the small CPU build instead.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+TOPOLOGY ?= topologies/quickstart.yaml
+QUESTION ?= What is the capital of France? Answer in one sentence.
+NATIVE := $(wildcard native/CMakeLists.txt native/src/*)
+
+.PHONY: install install-test model quickstart test lint bench-handover clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11; pass PYTHON=python3.11 or newer"; exit 2; }
+	@command -v $${CXX:-g++} >/dev/null || { echo "error: no C++ compiler; apt-get install g++"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+# Editable, so that a change of Python code needs no new install; a change of C++ does, and make sees it.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
+	$(PIP) install 'scikit-build-core>=0.11' 'nanobind>=2.7' ninja
+	$(PIP) install --no-build-isolation -e '.[runtime]'
+	@$(BIN)/python -c 'import runtime._native'
+	@touch $@
+
+install-test: install $(VENV)/.test
+
+$(VENV)/.test: pyproject.toml $(VENV)/.installed
+	$(PIP) install --no-build-isolation -e '.[runtime,test]'
+	@touch $@
+
+model: install
+	$(BIN)/pdctl model pull smollm2-135m
+
+quickstart: model
+	$(BIN)/pdctl up $(TOPOLOGY)
+	$(BIN)/pdctl ask '$(QUESTION)'
+	$(BIN)/pdctl bench --num-prompts 8 --input-len 256 --output-len 16 --max-concurrency 2 --ignore-eos
+	@echo
+	@$(BIN)/pdctl status
+	@echo
+	@echo "It is still running. Stop it with: $(BIN)/pdctl down"
+
+lint: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Where apt may be used, the tests install what they need; what is missing is skipped by name.
+test: install-test model lint
+	$(BIN)/python -m pytest
+
+bench-handover: model
+	$(BIN)/python tests/bench/handover.py
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
