@@ -29,6 +29,8 @@ class ServiceSpec:
     """Name in the service's directory -> text; written 0600 before the start. Holds no secrets."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables whose values are taken when `up` runs and stored only in the host's 0600 env file."""
+    secret_files: dict[str, str] = field(default_factory=dict)
+    """Name in the service's directory -> environment variable whose value `up` writes there, 0600 (`api_keys`)."""
     ports: dict[str, int] = field(default_factory=dict)
     """Purpose (`http`, `peer`) -> TCP port it will listen on."""
     bind: str = "127.0.0.1"
