@@ -1,4 +1,4 @@
-"""pdctl's exceptions, one tree, and its exit codes. Foreign exceptions are translated once, at the edge that meets them.
+"""pdctl's exceptions, one tree, and its exit codes. Foreign ones are translated once, at the edge.
 
 PdctlError              1    something failed; `hint` says what to do about it
 ├── UsageError          2    the command line asks for something impossible (unknown deployment, ...)

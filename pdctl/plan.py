@@ -1,11 +1,11 @@
 """Compare what a topology wants with what its hosts report: ordered steps and ports. Pure.
 
-`command` gives the wanted services, `ops` observes and carries the steps out. Knows no files, no SSH, no clock.
+`command` gives the wanted services, `ops` observes and carries the steps out.
+Knows no files, no SSH, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ StepKind = Literal["start", "keep", "replace", "remove"]
 
 @dataclass(frozen=True, slots=True)
 class ObservedService:
-    """A service directory as found on a host. `spec` is None when its record is missing or unreadable."""
+    """A service directory as found on a host. `spec` is None when its record cannot be read."""
 
     name: str
     host: str
