@@ -1,14 +1,14 @@
 """pdctl's exceptions, one tree, and its exit codes. Foreign ones are translated once, at the edge.
 
-PdctlError              1    something failed; `hint` says what to do about it
-├── UsageError          2    the command line asks for something impossible (unknown deployment, ...)
-│   └── TopologyError   2    the topology file is wrong: all its problems at once
-├── ModelNotFound       2    the model is neither a known alias, nor a path, nor reachable
-├── StateError          1    a run directory cannot be read or written, or holds something that is not ours
-├── HostCommandError    1    a command on a host failed
-├── ServiceFailed       1    a service exited or did not become ready; carries its last log lines
-├── Locked              4    someone else is changing this deployment
-└── HostUnreachable     5    a host cannot be reached or logged in to
+PdctlError             1  something failed; `hint` says what to do about it
+├── UsageError         2  the command line asks for something impossible
+│   └── TopologyError  2  the topology file is wrong: all its problems at once
+├── ModelNotFound      2  neither a known alias, nor a path, nor reachable
+├── StateError         1  a run directory cannot be used, or its records contradict each other
+├── HostCommandError   1  a command on a host failed
+├── ServiceFailed      1  a service exited or did not become ready; has its last log lines
+├── Locked             4  someone else is changing this deployment
+└── HostUnreachable    5  a host cannot be reached or logged in to
 """
 
 from __future__ import annotations
