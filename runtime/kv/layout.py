@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 KvDtype = Literal["float32", "bfloat16"]
 
 LAYOUT_VERSION: Final = 1
-"""Raised with every change of the order or the meaning of bytes; unequal peers refuse each other."""
+"""Raised with every change of what bytes mean; peers of different versions refuse each other."""
 
 K: Final = 0
 V: Final = 1
@@ -95,7 +95,7 @@ class KvLayout:
         return block * self.block_bytes
 
     def offset(self, block: int, layer: int, kv: int, head: int = 0, token: int = 0) -> int:
-        """Byte offset from the pool's start. `kv` is K or V, `token` the position within the block."""
+        """Byte offset from the pool. `kv` is K or V, `token` the position within the block."""
         return (
             block * self.block_bytes
             + layer * self.layer_stride
