@@ -178,7 +178,7 @@ def _from_hub(model: str) -> ResolvedModel:
 
 
 class StderrProgress:
-    """A `Progress` for people: nothing in the first second, then one rewritten line or one in 5 s."""
+    """A `Progress` for people: silent for a second, then one rewritten line, or a line in 5 s."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + 1.0

