@@ -1,0 +1,136 @@
+"""One decoder for the Llama family: Llama, Qwen2, Qwen3, ERNIE-4.5, told apart by their weights.
+
+Owns the arithmetic between token ids and logits. Knows no cache: attention over past tokens is the
+caller's function. q and k are in half-split RoPE order (the loader sees to it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.models.config import ModelSpec, RopeScaling
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, heads, head_dim], k, v [T, kv_heads, head_dim]) -> [T, heads * head_dim]; also stores k and v."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm: Tensor
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
+    output: Tensor  # [hidden, heads * head_dim]
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    rope_factors: Tensor | None
+    """Divisors of the RoPE frequencies that came with the file, [head_dim / 2]."""
+
+
+class Decoder:
+    """Stateless but for its weights; `logits` may be called from one thread at a time."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._inv_freq = rope_frequencies(spec, weights.rope_factors).to(weights.norm.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.norm.device
+
+    def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+        """Float32 logits [len(rows), vocab] of the chosen rows of this batch of tokens [T]."""
+        spec, weights = self.spec, self.weights
+        angles = positions[:, None].float() * self._inv_freq  # [T, head_dim / 2]
+        cos = angles.cos().to(self.dtype)[:, None]
+        sin = angles.sin().to(self.dtype)[:, None]
+        x = F.embedding(tokens, weights.embedding)  # [T, hidden]
+        last = len(weights.layers) - 1
+        for number, layer in enumerate(weights.layers):
+            q, k, v = self._qkv(layer, _norm(x, layer.attention_norm, spec.norm_eps), cos, sin)
+            attended = attend(number, q, k, v)
+            if number == last:
+                # Only these rows are asked for, and nothing after attention mixes rows.
+                x, attended = x[rows], attended[rows]
+            x = torch.addmm(x, attended, layer.output.t())
+            if layer.output_bias is not None:
+                x += layer.output_bias
+            x = torch.addmm(x, _mlp(layer, _norm(x, layer.mlp_norm, spec.norm_eps)), layer.down.t())
+        return F.linear(_norm(x, weights.norm, spec.norm_eps), weights.head).float()
+
+    def _qkv(
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        rotated = spec.heads + spec.kv_heads
+        qk = qkv[:, :rotated]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = _norm(qk[:, : spec.heads], layer.q_norm, spec.norm_eps)
+            k = _norm(qk[:, spec.heads :], layer.k_norm, spec.norm_eps)
+            qk = torch.cat((q, k), dim=1)
+        qk = _rotate(qk, cos, sin)
+        return qk[:, : spec.heads], qk[:, spec.heads :], qkv[:, rotated:]
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split RoPE: dimension i turns with dimension i + head_dim / 2."""
+    half = x.shape[-1] // 2
+    low, high = x[..., :half], x[..., half:]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.sub(low * cos, high * sin, out=out[..., :half])
+    torch.add(high * cos, low * sin, out=out[..., half:])
+    return out
+
+
+def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:
+    gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rope_frequencies(spec: ModelSpec, factors: Tensor | None) -> Tensor:
+    """Radians per position of each pair of dimensions, [head_dim / 2]."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    frequencies = 1.0 / (spec.rope_theta**exponents)
+    if factors is not None:
+        return frequencies / factors.float().cpu()
+    return frequencies if spec.rope_scaling is None else _scaled(frequencies, spec.rope_scaling)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    spread = scaling.high_freq_factor - scaling.low_freq_factor
+    turns = scaling.original_max_positions / wavelengths
+    blend = ((turns - scaling.low_freq_factor) / spread).clamp(0, 1)
+    return frequencies * (blend + (1 - blend) / scaling.factor)
