@@ -1,0 +1,189 @@
+"""What only several values of a topology together can tell: hosts, roles, ports, addresses. Pure.
+
+Runs on a topology whose broken values were replaced, so that one pass reports everything;
+`Broken` says which, and what would only follow from them is not reported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdctl.topology_schema import (
+    ROLES,
+    DecodeGroup,
+    Group,
+    Topology,
+    is_loopback,
+    is_wildcard,
+)
+from pdctl.yaml_marks import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    path: Path
+    what: str
+    right: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Paths of values that were replaced, and of sections in which a key was not understood."""
+
+    values: frozenset[Path] = frozenset()
+    sections: frozenset[Path] = frozenset()
+
+    def touches(self, path: Path) -> bool:
+        """The value, or something it is part of, or a part of it, is not the user's."""
+        return any(path[: len(v)] == v or v[: len(path)] == path for v in self.values)
+
+
+def findings(topology: Topology, broken: Broken = Broken()) -> list[Finding]:
+    checks = (_hosts, _roles, _groups, _block_sizes, _ports, _addresses, _transfer)
+    return [finding for check in checks for finding in check(topology, broken)]
+
+
+def warnings(topology: Topology) -> list[Finding]:
+    """What works but is probably not meant."""
+    router = topology.router
+    bind = listen_address(topology, topology.host_of(router), router.bind)
+    if is_loopback(bind) or router.api_keys is not None:
+        return []
+    path: Path = ("router", "bind") if router.bind is not None else ("router",)
+    what = f"listens on {bind}, so anyone who reaches this address may use the model"
+    return [Finding(path, what, "set router.api_keys to the name of a variable holding keys")]
+
+
+def listen_address(topology: Topology, host: str, explicit: str | None = None) -> str:
+    """What a service binds. One local host: loopback only, nothing is bound wider than needed."""
+    if explicit is not None:
+        return explicit
+    entry = topology.hosts[host]
+    if entry.bind is not None:
+        return entry.bind
+    spread = len(topology.used_hosts()) > 1 or not entry.local
+    return (entry.reachable_at if spread else None) or "127.0.0.1"
+
+
+def _listed(topology: Topology) -> Iterator[tuple[Path, Group]]:
+    for role in ROLES:
+        for index, group in enumerate(getattr(topology, role)):
+            yield (role, index), group
+
+
+def _hosts(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    if broken.touches(("hosts",)) and ("hosts",) in broken.values:
+        return
+    known = ", ".join(topology.hosts)
+    for path, section in [(("router",), topology.router), *_listed(topology)]:
+        if broken.touches((*path, "host")):
+            continue
+        if section.host is None:
+            if len(topology.hosts) > 1 and path not in broken.sections:
+                yield Finding(path, "host is missing", f"say which of {known} runs it")
+        elif section.host not in topology.hosts:
+            close = difflib.get_close_matches(section.host, topology.hosts, n=1)
+            right = f"did you mean {close[0]!r}?" if close else f"known hosts: {known}"
+            yield Finding((*path, "host"), f"there is no host {section.host!r}", right)
+
+
+def _roles(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    if () in broken.sections or any(broken.touches((role,)) for role in ROLES):
+        return
+    if not (topology.prefill or topology.decode or topology.mixed):
+        yield Finding((), "has no instances", "add prefill and decode, or mixed")
+    elif topology.prefill and not topology.decode:
+        yield Finding(("prefill",), "has no decode to hand over to", "add decode, or use mixed")
+    elif topology.decode and not topology.prefill:
+        yield Finding(("decode",), "has no prefill to receive from", "add prefill, or use mixed")
+
+
+def _groups(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    for path, group in _listed(topology):
+        if group.tp_size > 1:
+            what = f"tensor parallelism ({group.tp_size}) is not supported yet"
+            yield Finding((*path, "tp_size"), what, "use 1, and more replicas for more throughput")
+        elif (
+            group.devices
+            and len(group.devices) != group.replicas
+            and not broken.touches((*path, "replicas"))
+        ):
+            what = f"names {len(group.devices)} GPUs for {group.replicas} replicas"
+            yield Finding((*path, "devices"), what, "give one GPU number for each replica")
+        for name in sorted(set(group.secrets) & set(group.env)):
+            what = f"{name} is in secrets too"
+            yield Finding((*path, "env", name), what, "keep the one in secrets")
+
+
+def _block_sizes(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    paired = [(p, g) for p, g in _listed(topology) if p[0] != "mixed"]
+    for path, group in paired[1:]:
+        first_path, first = paired[0]
+        if broken.touches((*path, "block_size")) or broken.touches((*first_path, "block_size")):
+            continue
+        if group.block_size != first.block_size:
+            where = f"{first_path[0]}[{first_path[1]}]"
+            what = f"{group.block_size} differs from {first.block_size} in {where}"
+            yield Finding(
+                (*path, "block_size"), what, "prefill and decode need the same block size"
+            )
+
+
+def _ports(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    router = topology.router
+    taken = {(topology.host_of(router), router.port): "router"}
+    if broken.touches(("router", "port")) or broken.touches(("router", "host")):
+        taken = {}
+    for instance in topology.instances():
+        path: Path = (instance.role, instance.group_index)
+        if any(broken.touches((*path, key)) for key in ("host", "replicas")):
+            continue
+        for purpose, port in instance.wanted_ports().items():
+            key = "port" if purpose == "http" else "peer_port"
+            if port is None:
+                continue
+            if port > 65535:
+                yield Finding((*path, key), f"reaches {port} for {instance.name}", "start lower")
+                break
+            owner = taken.setdefault((instance.host, port), instance.name)
+            if owner != instance.name or (
+                purpose == "peer" and port == instance.wanted_ports()["http"]
+            ):
+                what = f"port {port} of {instance.name} is taken by {owner} on host {instance.host}"
+                yield Finding((*path, key), what, "choose another, or leave it out")
+
+
+def _addresses(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    used = topology.used_hosts()
+    if len(used) < 2 or broken.touches(("hosts",)):
+        return
+    for key in used:
+        host = topology.hosts[key]
+        address = host.reachable_at
+        path: Path = ("hosts", key)
+        if address is None:
+            right = "add `advertise:` with an address of this machine in their network"
+            yield Finding(path, "has no address that the other hosts could reach", right)
+        elif is_loopback(address) or is_wildcard(address):
+            field = "advertise" if host.advertise is not None else "address"
+            what = f"{address} does not lead here from the other hosts"
+            yield Finding((*path, field), what, "give an address in their network")
+    bind = topology.router.bind
+    if bind is not None and is_loopback(bind):
+        what = f"{bind} cannot be reached by instances on other hosts"
+        yield Finding(("router", "bind"), what, "leave it out, or give an address of that host")
+
+
+def _transfer(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    homes = {topology.host_of(group) for group in topology.prefill}
+    for index, group in enumerate(topology.decode):
+        assert isinstance(group, DecodeGroup)
+        path: Path = ("decode", index)
+        if group.transfer != "shm" or broken.touches(("prefill",)) or broken.touches(path):
+            continue
+        others = sorted(homes - {topology.host_of(group)})
+        if others:
+            what = f"shm needs prefill on the same host, but there is some on {', '.join(others)}"
+            yield Finding((*path, "transfer"), what, "use auto or tcp")
