@@ -1,6 +1,7 @@
 """Frozen configuration of the router and of a worker, read from one JSON file each.
 
-pdctl writes these files (pdctl/command.py); this module is the only reader. Unknown fields are errors,
+pdctl writes these files (pdctl/command.py); this module is the only reader. Unknown fields are
+errors,
 so that a pdctl and a runtime of different versions notice each other.
 """
 
@@ -88,7 +89,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_peers: list[PeerConfig] = []
     """Decode only. Only these are ever dialled: a request can name one of them, not an address."""
     shm_prefix: str
-    """Shared memory segments are named `<shm_prefix>.<rank>.<incarnation>`; this prefix is ours alone."""
+    """Shared memory segments are named `<shm_prefix>.<rank>.<incarnation>`; this prefix is ours
+    alone."""
     request_timeout_s: float = 600.0
     reserve_timeout_s: float = 60.0
     """How long a request may wait for room in the CPU buffer before it gets 503."""
@@ -125,7 +127,8 @@ def load(path: Path, kind: type[ConfigT]) -> ConfigT:
 
 
 def read_token(path: str) -> bytes:
-    """The deployment's token. Raises ConfigError when the file is missing, empty, or readable by others."""
+    """The deployment's token. Raises ConfigError when the file is missing, empty, or readable by
+    others."""
     file = Path(path)
     try:
         mode = file.stat().st_mode

@@ -1,12 +1,13 @@
-"""The runtime's exceptions, one tree. Foreign exceptions are translated once, at the edge that meets them.
+"""The runtime's exceptions, one tree. Foreign exceptions are translated once, at the edge that
+meets them.
 
-    RuntimeFailure
-    ├── ConfigError          the JSON config, the token file or the model folder is wrong: start fails
-    │   └── ModelError       the model's files are missing, truncated or of an unsupported kind
-    ├── RequestError         the client's fault: answered 400 (404 for an unknown model)
-    ├── CapacityError        no room now, try again: answered 503 with Retry-After
-    ├── LegError             one leg of a prefill-decode pair failed: answered 502, or 504 on a deadline
-    └── TransferError        a transport could not move bytes; becomes a LegError at the hand-over
+RuntimeFailure
+├── ConfigError          the JSON config, the token file or the model folder is wrong: start fails
+│   └── ModelError       the model's files are missing, truncated or of an unsupported kind
+├── RequestError         the client's fault: answered 400 (404 for an unknown model)
+├── CapacityError        no room now, try again: answered 503 with Retry-After
+├── LegError             one leg of a prefill-decode pair failed: answered 502, or 504 on a deadline
+└── TransferError        a transport could not move bytes; becomes a LegError at the hand-over
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class ModelError(ConfigError):
 
 
 class RequestError(RuntimeFailure):
-    """The client asked for something impossible. `param` names the field, `status` is 400 or 404."""
+    """The client asked for something impossible. `param` names the field, `status` is 400 or
+    404."""
 
     def __init__(
         self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
@@ -55,7 +57,9 @@ class CapacityError(RuntimeFailure):
 class LegError(RuntimeFailure):
     """One leg failed. `leg` and `instance` name it; `timeout` tells a deadline from a failure."""
 
-    def __init__(self, message: str, *, leg: Leg, instance: str = "", timeout: bool = False) -> None:
+    def __init__(
+        self, message: str, *, leg: Leg, instance: str = "", timeout: bool = False
+    ) -> None:
         super().__init__(message)
         self.leg = leg
         self.instance = instance
@@ -68,4 +72,5 @@ class LegError(RuntimeFailure):
 
 
 class TransferError(RuntimeFailure):
-    """Bytes could not be moved. Never raised for bytes that arrived, never swallowed for ones that did not."""
+    """Bytes could not be moved. Never raised for bytes that arrived, never swallowed for ones that
+    did not."""

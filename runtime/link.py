@@ -32,7 +32,8 @@ class LinkClosed(RuntimeFailure):
 class Link(Generic[M]):
     """One stream. `receive` decodes to `incoming`; `send` takes any protocol struct.
 
-    `send` is safe from any task of the loop: a frame is written whole. It does not wait for the peer;
+    `send` is safe from any task of the loop: a frame is written whole. It does not wait for the
+    peer;
     `drain` does.
     """
 
@@ -57,7 +58,8 @@ class Link(Generic[M]):
             raise LinkClosed(str(e) or "connection lost") from e
 
     async def receive(self) -> M:
-        """The next message. Raises LinkClosed at the end of the stream or on bytes that do not decode."""
+        """The next message. Raises LinkClosed at the end of the stream or on bytes that do not
+        decode."""
         try:
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if size > MAX_FRAME:
@@ -95,7 +97,8 @@ async def authenticate_client(
 async def authenticate_server(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes
 ) -> None:
-    """The server's half. Raises LinkClosed on a wrong token, after which the caller closes the connection."""
+    """The server's half. Raises LinkClosed on a wrong token, after which the caller closes the
+    connection."""
     try:
         head = await reader.readexactly(len(_MAGIC) + _NONCE)
         if not head.startswith(_MAGIC):

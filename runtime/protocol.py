@@ -1,11 +1,14 @@
 """Every message between processes of a deployment, in one file.
 
-Two kinds of connection carry them, both as frames of `runtime.link` (4-byte little-endian length, msgpack):
+Two kinds of connection carry them, both as frames of `runtime.link` (4-byte little-endian length,
+msgpack):
   front <-> engine core   one inherited socket pair per instance; Command one way, Event the other
-  decode -> prefill       one TCP connection per pair for control, dialled by decode; PeerRequest, PeerReply
+  decode -> prefill       one TCP connection per pair for control, dialled by decode; PeerRequest,
+  PeerReply
 The HTTP registration of instances at the router carries Registration and RegistrationReply as JSON.
 
-Times in messages are durations in seconds, taken on the sender's clock. Clocks of two hosts are never subtracted.
+Times in messages are durations in seconds, taken on the sender's clock. Clocks of two hosts are
+never subtracted.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ Stage = Literal[
 ]
 FinishReason = Literal["stop", "length", "abort"]
 
-# Internal headers, router -> decode front. Honoured only with the right HEADER_TOKEN; the router drops them from clients.
+# Internal headers, router -> decode front. Honoured only with the right HEADER_TOKEN; the router
+# drops them from clients.
 HEADER_PREFIX = "x-pdctl-"
 HEADER_TOKEN = "x-pdctl-token"
 HEADER_REQUEST_ID = "x-pdctl-request-id"
@@ -35,7 +39,8 @@ HEADER_DECODE = "x-pdctl-decode"
 HEADER_DEADLINE = "x-pdctl-deadline-s"
 """Request: seconds this request may still take."""
 HEADER_FAILED_LEG = "x-pdctl-failed-leg"
-"""Response: on 502 and 504, `prefill`, `decode` or `transfer`, so that the router knows what to avoid on a retry."""
+"""Response: on 502 and 504, `prefill`, `decode` or `transfer`, so that the router knows what to
+avoid on a retry."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of one position, from the model's logits before temperature and penalties."""
+    """Log probabilities of one position, from the model's logits before temperature and
+    penalties."""
 
     token: int
     logprob: float
@@ -86,10 +92,11 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefill instance's prefix cache."""
     stages: dict[str, float] = {}
-    """Seconds per Stage. Each is taken on one clock; prefill has its queueing in `prefill_queue`."""
+    """Seconds per Stage. Each is taken on one clock; prefill has its queueing in
+    `prefill_queue`."""
 
 
-# ---- front -> engine core -------------------------------------------------------------------------
+# ---- front -> engine core ------------------------------------------------------------------------
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -97,12 +104,14 @@ class Generate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt: tuple[int, ...]
     params: SamplingParams
     prefill: str | None = None
-    """Decode role: the peer to use; None: the core picks the peer with the fewest requests under way."""
+    """Decode role: the peer to use; None: the core picks the peer with the fewest requests under
+    way."""
     deadline_s: float
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop this request and give back all it holds, in whatever stage it is. Unknown ids are ignored."""
+    """Stop this request and give back all it holds, in whatever stage it is. Unknown ids are
+    ignored."""
 
     id: RequestId
 
@@ -113,11 +122,12 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
 
 Command = Generate | Abort | GetStats
 
-# ---- engine core -> front -------------------------------------------------------------------------
+# ---- engine core -> front ------------------------------------------------------------------------
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The model is loaded and has generated a token. For decode, `peers` follow in PeerState messages."""
+    """The model is loaded and has generated a token. For decode, `peers` follow in PeerState
+    messages."""
 
     incarnation: str
     fingerprint: dict[str, str | int]
@@ -141,7 +151,8 @@ class PeerState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """New output tokens of one request, in order. With `finish` it is the last message for this id."""
+    """New output tokens of one request, in order. With `finish` it is the last message for this
+    id."""
 
     id: RequestId
     tokens: tuple[OutputToken, ...]
@@ -151,7 +162,8 @@ class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The request cannot go on; the last message for this id. `status` is the HTTP status it deserves."""
+    """The request cannot go on; the last message for this id. `status` is the HTTP status it
+    deserves."""
 
     id: RequestId
     message: str
@@ -162,7 +174,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an instance holds for requests. Idle means every number is zero (cached blocks are not held)."""
+    """Everything an instance holds for requests. Idle means every number is zero (cached blocks are
+    not held)."""
 
     requests: int = 0
     waiting: int = 0
@@ -192,13 +205,14 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     peers: dict[str, PeerState]
     """Decode: prefill peers. Prefill: connected decode instances."""
     counters: dict[str, float]
-    """Monotonic totals, Prometheus style without prefix: requests_finished, prompt_tokens, cached_tokens,
-    output_tokens, kv_bytes_shm, kv_bytes_tcp, transfers, transfer_seconds, swap_in_seconds, preemptions, ..."""
+    """Monotonic totals, Prometheus style without prefix: requests_finished, prompt_tokens,
+    cached_tokens, output_tokens, kv_bytes_shm, kv_bytes_tcp, transfers, transfer_seconds,
+    swap_in_seconds, preemptions, ..."""
 
 
 Event = CoreReady | PeerState | Tokens | Failed | Stats
 
-# ---- decode -> prefill ----------------------------------------------------------------------------
+# ---- decode -> prefill ---------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -246,7 +260,8 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class PathTest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Put `pattern`, repeated to one block, into `block`; answered by KvReady or PrefillFailed for `nonce`."""
+    """Put `pattern`, repeated to one block, into `block`; answered by KvReady or PrefillFailed for
+    `nonce`."""
 
     nonce: int
     block: int
@@ -255,11 +270,12 @@ class PathTest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 PeerRequest = Hello | HelloData | Prefill | Cancel | Ping | PathTest
 
-# ---- prefill -> decode ----------------------------------------------------------------------------
+# ---- prefill -> decode ---------------------------------------------------------------------------
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The session is open. Everything an older session of the same decode instance could write is fenced."""
+    """The session is open. Everything an older session of the same decode instance could write is
+    fenced."""
 
     instance: str
     incarnation: str
@@ -267,7 +283,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     path: Literal["shm", "tcp"]
     pid: int
     start_ticks: int
-    """Of the writing process, with `boot_id`: what proves it dead to a decode instance on the same host."""
+    """Of the writing process, with `boot_id`: what proves it dead to a decode instance on the same
+    host."""
     boot_id: str
 
 
@@ -279,7 +296,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Sent the moment it is sampled, ahead of the KV. With `finish` the KV is not sent: nothing will decode it."""
+    """Sent the moment it is sampled, ahead of the KV. With `finish` the KV is not sent: nothing
+    will decode it."""
 
     nonce: int
     token: OutputToken
@@ -302,7 +320,8 @@ class KvReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nonce: int
     nbytes: int
     transfer_s: float
-    """From the end of the prompt's computation to the end of the last put: what the hand-over costs."""
+    """From the end of the prompt's computation to the end of the last put: what the hand-over
+    costs."""
 
 
 class PrefillFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -326,11 +345,12 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 PeerReply = Welcome | Refused | FirstToken | KvProgress | KvReady | PrefillFailed | Released | Pong
 
-# ---- instance <-> router (JSON over HTTP, POST /internal/register) --------------------------------
+# ---- instance <-> router (JSON over HTTP, POST /internal/register) -------------------------------
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent at start, every heartbeat, and (with `leaving`) when draining. Authorization: Bearer <token>."""
+    """Sent at start, every heartbeat, and (with `leaving`) when draining. Authorization: Bearer
+    <token>."""
 
     version: int
     name: str
@@ -345,7 +365,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     peers: dict[str, str | None] = {}
-    """Decode: path to each linked prefill peer, None where down. The router pairs only what is linked."""
+    """Decode: path to each linked prefill peer, None where down. The router pairs only what is
+    linked."""
 
 
 class RegistrationReply(msgspec.Struct, frozen=True, kw_only=True):

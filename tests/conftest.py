@@ -15,7 +15,7 @@ def _default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def model_path() -> Path:
-    """The default model's GGUF, as `pdctl model pull smollm2-135m` leaves it; PDCTL_TEST_MODEL overrides."""
+    """The default model's GGUF as `pdctl model pull` leaves it; PDCTL_TEST_MODEL overrides."""
     path = Path(os.environ.get("PDCTL_TEST_MODEL") or _default_model())
     if not path.exists():
         pytest.skip(f"the default model is not here ({path}): run `pdctl model pull smollm2-135m`")

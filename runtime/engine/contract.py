@@ -1,7 +1,9 @@
 """What the engine core is to the rest of its process: requests in, events out.
 
-The engine runs on its own thread and owns the device pool. Everything else in the process (front link, hand-over)
-runs on the asyncio thread and talks to it through `EngineControl` (thread-safe, never blocks) and the `emit`
+The engine runs on its own thread and owns the device pool. Everything else in the process (front
+link, hand-over)
+runs on the asyncio thread and talks to it through `EngineControl` (thread-safe, never blocks) and
+the `emit`
 callback it was built with (called on the engine thread; must return at once).
 """
 
@@ -17,8 +19,10 @@ from runtime.protocol import FinishReason, OutputToken, RequestId, SamplingParam
 Mode = Literal["generate", "prefill", "decode"]
 """
 generate  compute the prompt here and decode here (mixed instances)
-prefill   compute the prompt, sample one token, then hold the blocks until dropped (prefill instances)
-decode    allocate device blocks for a prompt whose KV someone else puts there, wait for `resume`, then decode
+prefill   compute the prompt, sample one token, then hold the blocks until dropped (prefill
+instances)
+decode    allocate device blocks for a prompt whose KV someone else puts there, wait for `resume`,
+then decode
 """
 
 
@@ -34,7 +38,8 @@ class EngineRequest:
 class Produced:
     """New tokens. In mode `prefill` exactly one token, emitted before the last Computed.
 
-    With `finish` in mode generate and decode, the request's blocks are already free and the id forgotten.
+    With `finish` in mode generate and decode, the request's blocks are already free and the id
+    forgotten.
     In mode prefill they stay held until `drop`. The timings are set with a request's first tokens.
     """
 
@@ -50,7 +55,8 @@ class Produced:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Mode prefill: KV of the prompt's first `num_tokens` positions is final, in `blocks` (in prompt order)."""
+    """Mode prefill: KV of the prompt's first `num_tokens` positions is final, in `blocks` (in
+    prompt order)."""
 
     id: RequestId
     num_tokens: int
@@ -59,7 +65,8 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """Mode decode: these device blocks, one per prompt block, are the request's; put its KV there, then `resume`."""
+    """Mode decode: these device blocks, one per prompt block, are the request's; put its KV there,
+    then `resume`."""
 
     id: RequestId
     blocks: tuple[int, ...]
@@ -88,7 +95,8 @@ class EngineStats:
 
 
 class EngineControl(Protocol):
-    """The engine as other threads see it. No method blocks; each takes effect at the next engine step."""
+    """The engine as other threads see it. No method blocks; each takes effect at the next engine
+    step."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -98,13 +106,16 @@ class EngineControl(Protocol):
         """The device pool's memory: block b starts at b * layout.block_bytes."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Its first event may be EngineFailed (queue full: 503; can never fit: 400)."""
+        """Queue a request. Its first event may be EngineFailed (queue full: 503; can never fit:
+        400)."""
 
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
-        """Mode decode: the KV of the whole prompt is in place; `first` is output token 0 (already streamed)."""
+        """Mode decode: the KV of the whole prompt is in place; `first` is output token 0 (already
+        streamed)."""
 
     def drop(self, request_id: RequestId) -> None:
-        """Stop the request in any mode and state and free its blocks; no event follows. Unknown ids are ignored.
+        """Stop the request in any mode and state and free its blocks; no event follows. Unknown ids
+        are ignored.
 
         The caller has stopped all copies into and out of the request's blocks before it calls this.
         """

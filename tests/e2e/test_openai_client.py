@@ -1,0 +1,105 @@
+"""The real `openai` client against prefill and decode apart, with a mixed instance as the
+oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from lab import MODEL_NAME, Deployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model]
+
+QUESTION = [{"role": "user", "content": "Name three colours of the sea."}]
+
+
+@pytest.fixture(scope="module")
+def apart(over_shm: Deployment) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{over_shm.endpoint}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def together(mixed: Deployment) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{mixed.endpoint}/v1", api_key="none", max_retries=0)
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model=MODEL_NAME, messages=QUESTION, **({"max_tokens": 12} | options)
+    )
+
+
+def outcome(answer: Any) -> list[tuple[str, str, Any]]:
+    return [
+        (
+            c.message.content,
+            c.finish_reason,
+            [t.token for t in c.logprobs.content] if c.logprobs else None,
+        )
+        for c in answer.choices
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "max_tokens": 1},
+        {"temperature": 0, "logprobs": True, "top_logprobs": 3},
+        {"temperature": 0.9, "seed": 11},
+        {"temperature": 1.2, "seed": 5, "top_p": 0.8, "n": 3},
+        {"temperature": 1.0, "seed": 3, "extra_body": {"top_k": 20, "min_p": 0.02}},
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.7, "max_tokens": 24},
+        {"temperature": 0, "extra_body": {"repetition_penalty": 1.3}, "max_tokens": 24},
+        {"temperature": 0, "stop": ["sea", "blue", "Blue"], "max_tokens": 40},
+        {"temperature": 0, "max_tokens": 200},
+    ],
+    ids=str,
+)
+def test_apart_equals_together(
+    apart: openai.OpenAI, together: openai.OpenAI, options: dict[str, Any], over_shm: Deployment
+) -> None:
+    answer, oracle = chat(apart, **options), chat(together, **options)
+    assert outcome(answer) == outcome(oracle)
+    assert answer.usage.completion_tokens == oracle.usage.completion_tokens
+    assert answer.usage.prompt_tokens == oracle.usage.prompt_tokens
+    over_shm.wait_idle("prefill-0", "decode-0")
+
+
+def test_stream_equals_whole_and_proves_the_handover(apart: openai.OpenAI) -> None:
+    whole = chat(apart, temperature=0)
+    text, served, usage = "", None, None
+    for chunk in chat(apart, temperature=0, stream=True, stream_options={"include_usage": True}):
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+        usage = chunk.usage or usage
+        served = (chunk.model_extra or {}).get("pdctl") or served
+    assert text == whole.choices[0].message.content
+    assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens
+    assert served is not None
+    assert (served["prefill"], served["decode"], served["path"]) == ("prefill-0", "decode-0", "shm")
+    blocks = -(-usage.prompt_tokens // 16)
+    assert served["kv_bytes"] == blocks * 16 * 46_080, "whole blocks of float32 K and V, 30 layers"
+    assert {"reserve", "prefill", "transfer", "swap_in", "decode"} <= served["stages"].keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        ({"model": "gpt-4"}, 404, "gpt-4"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"temperature": 9}, 400, "temperature"),
+        ({"extra_body": {"temprature": 1}}, 400, "temprature"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "8192"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_said_clearly(
+    apart: openai.OpenAI, options: dict[str, Any], status: int, words: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as failure:
+        apart.chat.completions.create(**{"model": MODEL_NAME, "messages": QUESTION} | options)
+    assert failure.value.status_code == status
+    assert words in failure.value.message
