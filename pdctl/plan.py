@@ -6,12 +6,18 @@ Knows no files, no SSH, no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
+from pdctl.errors import PdctlError
 from pdctl.services import ServiceSpec
+from pdctl.topology import Topology
 
 StepKind = Literal["start", "keep", "replace", "remove"]
+
+_FIRST_PORT = {"http": 8100, "peer": 9100}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,10 @@ class ObservedService:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do about one service. `remove` stops an orphan; `keep` does nothing."""
+    """What to do about one service. `remove` stops an orphan; `keep` does nothing.
+
+    The service of a `remove` has only deployment, name and host when its record was unreadable.
+    """
 
     kind: StepKind
     service: ServiceSpec
@@ -37,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in the order they are carried out: removals, then one wave of everything to start."""
+    """Steps in the order they are carried out: removals, then one wave of all that is to start."""
 
     deployment: str
     steps: tuple[Step, ...]
@@ -48,3 +57,131 @@ class Plan:
     @property
     def changes(self) -> bool:
         return any(s.kind != "keep" for s in self.steps)
+
+
+def make_plan(
+    deployment: str, wanted: Sequence[ServiceSpec], observed: Iterable[ObservedService]
+) -> Plan:
+    """Steps from what is to what should be. Two equal calls give equal plans.
+
+    A service that moved to another host is removed there and started here.
+    """
+    found = {(o.host, o.name): o for o in observed}
+    steps = [_step(service, found.pop((service.host, service.name), None)) for service in wanted]
+    orphans = [_removal(deployment, found[key]) for key in sorted(found)]
+    return Plan(deployment, (*orphans, *steps))
+
+
+def stop_order(services: Iterable[ServiceSpec]) -> tuple[tuple[ServiceSpec, ...], ...]:
+    """Waves in which a deployment goes down: the router first, so that nothing new comes in."""
+    everything = tuple(services)
+    routers = tuple(s for s in everything if s.role == "router")
+    others = tuple(s for s in everything if s.role != "router")
+    return tuple(wave for wave in (routers, others) if wave)
+
+
+def allocate_ports(
+    topology: Topology,
+    observed: Iterable[ObservedService],
+    busy: Mapping[str, Collection[int]],
+) -> dict[str, dict[str, int]]:
+    """Service -> purpose -> port: as the file says, else as the service has it, else the first free.
+
+    `busy` are the ports that listen on each host now, ours included.
+    """
+    wanted = _wanted_ports(topology)
+    hosts = {name: host for name, host, _ in wanted}
+    taken: dict[str, set[int]] = {host: set() for host in hosts.values()}
+    result: dict[str, dict[str, int]] = {name: {} for name in hosts}
+
+    def assign(name: str, purpose: str, port: int) -> None:
+        result[name][purpose] = port
+        taken[hosts[name]].add(port)
+
+    for name, _, ports in wanted:
+        for purpose, port in ports.items():
+            if port is not None:
+                assign(name, purpose, port)
+    current = {(o.host, o.name): o for o in observed}
+    for name, host, ports in wanted:
+        now = current.get((host, name))
+        for purpose in ports:
+            kept = _kept(now, purpose, busy.get(host, ()))
+            if purpose not in result[name] and kept is not None and kept not in taken[host]:
+                assign(name, purpose, kept)
+    for name, host, ports in wanted:
+        for purpose in ports:
+            if purpose not in result[name]:
+                avoid = taken[host] | set(busy.get(host, ()))
+                assign(name, purpose, _first_free(purpose, avoid, host))
+    return result
+
+
+def _step(service: ServiceSpec, now: ObservedService | None) -> Step:
+    if now is None:
+        return Step("start", service, "not there yet")
+    if not now.alive:
+        return Step("start", service, "not running")
+    if now.spec_hash == service.hash:
+        return Step("keep", service, "unchanged")
+    return Step("replace", service, f"changed: {', '.join(_differences(now.spec, service))}")
+
+
+def _removal(deployment: str, now: ObservedService) -> Step:
+    # The role of an unreadable record is not known, and does not matter for stopping it.
+    service = now.spec or ServiceSpec(deployment, now.name, "mixed", now.host, argv=())
+    return Step("remove", service, "not in the topology" if now.alive else "left over, not running")
+
+
+def _differences(old: ServiceSpec | None, new: ServiceSpec) -> list[str]:
+    """Names of what differs; of a JSON file, its keys. Never values: they may be long or private."""
+    if old is None:
+        return ["its record cannot be read"]
+    before, after = asdict(old), asdict(new)
+    names = [key for key in after if key != "files" and before[key] != after[key]]
+    for file in sorted(old.files.keys() | new.files.keys()):
+        names += _file_differences(file, old.files.get(file, ""), new.files.get(file, ""))
+    # Most config values show up as fields of the spec too; once is enough.
+    return list(dict.fromkeys(names))
+
+
+def _file_differences(name: str, old: str, new: str) -> list[str]:
+    if old == new:
+        return []
+    before, after = _json_object(old), _json_object(new)
+    if before is None or after is None:
+        return [name]
+    keys = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    return keys or [name]
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _wanted_ports(topology: Topology) -> list[tuple[str, str, dict[str, int | None]]]:
+    """Name, host, and purpose -> port or None, of every service."""
+    router = topology.router
+    return [
+        ("router", topology.host_of(router), {"http": router.port}),
+        *((i.name, i.host, i.wanted_ports()) for i in topology.instances()),
+    ]
+
+
+def _kept(now: ObservedService | None, purpose: str, busy: Collection[int]) -> int | None:
+    """The port a service has already. A dead one's port may have gone to a stranger since."""
+    if now is None or now.spec is None:
+        return None
+    port = now.spec.ports.get(purpose)
+    return None if port is None or (not now.alive and port in busy) else port
+
+
+def _first_free(purpose: str, avoid: Collection[int], host: str) -> int:
+    for port in range(_FIRST_PORT[purpose], 65536):
+        if port not in avoid:
+            return port
+    raise PdctlError(f"host {host} has no free port above {_FIRST_PORT[purpose]}")

@@ -14,7 +14,7 @@ from typing import Any
 import pydantic
 
 from pdctl.errors import Problem, TopologyError
-from pdctl.topology_checks import Broken, Finding, findings, listen_address
+from pdctl.topology_checks import Broken, Finding, contact_address, findings, listen_address
 from pdctl.topology_checks import warnings as _warnings
 from pdctl.topology_schema import (
     ROLES,
@@ -42,6 +42,7 @@ __all__ = [
     "PrefillGroup",
     "Router",
     "Topology",
+    "contact_address",
     "is_wildcard",
     "listen_address",
     "load",

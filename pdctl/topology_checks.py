@@ -67,6 +67,18 @@ def listen_address(topology: Topology, host: str, explicit: str | None = None) -
     return (entry.reachable_at if spread else None) or "127.0.0.1"
 
 
+def contact_address(topology: Topology, host: str, bind: str | None = None) -> str:
+    """Where others find a service that listens on `bind` (None: what the host's services bind)."""
+    bound = listen_address(topology, host, bind)
+    if bind is None or is_wildcard(bound):
+        reachable = topology.hosts[host].reachable_at
+        if reachable is not None and not is_loopback(bound):
+            return reachable
+    if not is_wildcard(bound):
+        return bound
+    return "::1" if ":" in bound else "127.0.0.1"
+
+
 def _listed(topology: Topology) -> Iterator[tuple[Path, Group]]:
     for role in ROLES:
         for index, group in enumerate(getattr(topology, role)):
