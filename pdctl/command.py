@@ -37,7 +37,7 @@ class HostFacts:
     python: str
     """Absolute path of the interpreter that has the runtime installed."""
     home: str
-    """Absolute path of pdctl's directory there: services live in `<home>/<deployment>/<service>`."""
+    """Absolute path of pdctl's directory there; services live in `<home>/<deployment>/<name>`."""
     model_path: str
     model_name: str
     """What clients call the model when the topology does not say."""

@@ -85,7 +85,7 @@ def allocate_ports(
     observed: Iterable[ObservedService],
     busy: Mapping[str, Collection[int]],
 ) -> dict[str, dict[str, int]]:
-    """Service -> purpose -> port: as the file says, else as the service has it, else the first free.
+    """Service -> purpose -> port: as the file says, else as the service has it, else a free one.
 
     `busy` are the ports that listen on each host now, ours included.
     """
@@ -134,7 +134,7 @@ def _removal(deployment: str, now: ObservedService) -> Step:
 
 
 def _differences(old: ServiceSpec | None, new: ServiceSpec) -> list[str]:
-    """Names of what differs; of a JSON file, its keys. Never values: they may be long or private."""
+    """Names of what differs; of a JSON file, its keys. Never values: those may be private."""
     if old is None:
         return ["its record cannot be read"]
     before, after = asdict(old), asdict(new)
