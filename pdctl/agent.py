@@ -1,0 +1,132 @@
+"""Speaks with the shim of a host: copies it there, asks, turns refusals into PdctlError.
+
+`shim_call` asks once; `Session` keeps one shim running that holds the deployment's lock.
+Requests go over stdin, so that no secret is ever on a command line. Knows no plans or records.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import socket
+import threading
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pdctl.errors import HostCommandError, Locked, PdctlError, StateError
+from pdctl.hosts import Host
+
+CALL_TIMEOUT_S = 30.0
+_MAIN = b"import sys\nfrom shim.main import main\nsys.exit(main(sys.argv))\n"
+
+
+@cache
+def _sources() -> dict[str, bytes]:
+    """Files of the shim, by path in its folder; the entry point last: with it, all are there."""
+    folder = Path(__file__).parent / "shim"
+    files = {f"shim/{f.name}": f.read_bytes() for f in sorted(folder.glob("*.py"))}
+    return {**files, "__main__.py": _MAIN}
+
+
+@cache
+def _version() -> str:
+    digest = hashlib.sha256()
+    for name, data in _sources().items():
+        digest.update(name.encode() + b"\0" + data)
+    return digest.hexdigest()[:16]
+
+
+def shim_argv(host: Host, command: str) -> list[str]:
+    """The command line of the shim on this host, which is copied there first when it is missing."""
+    folder = f"{host.base}/.shim/{_version()}"
+    if not host.exists(f"{folder}/__main__.py"):
+        for name, data in _sources().items():
+            host.put(f"{folder}/{name}", data, 0o600)
+    return [host.python, "-I", "-S", folder, command]
+
+
+def request_text(host: Host, do: str, payload: dict[str, Any]) -> str:
+    return json.dumps({"do": do, "base": host.base, "by": holder(), **payload})
+
+
+def holder() -> str:
+    """Who we are, for others who wait for our lock."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}, pid {os.getpid()}"
+
+
+def shim_call(
+    host: Host, do: str, payload: dict[str, Any], *, timeout: float = CALL_TIMEOUT_S
+) -> dict[str, Any]:
+    """One request, one answer. A changing request takes the deployment's lock for its duration."""
+    result = host.run(
+        shim_argv(host, "call"), stdin=request_text(host, do, payload), timeout=timeout
+    )
+    return _answer(host, do, result.out, result.err)
+
+
+class Session:
+    """One running shim with the lock on a deployment. Closing it, or dying, gives the lock back.
+
+    What was asked for before our death is finished under the lock: nobody sees it half done.
+    """
+
+    def __init__(self, host: Host, deployment: str, *, purpose: str, wait_s: float) -> None:
+        self.host = host
+        self.deployment = deployment
+        self._turn = threading.Lock()
+        self._channel = host.channel(shim_argv(host, "serve"))
+        try:
+            by = f"`pdctl {purpose}` of {holder()}"
+            self.call("lock", {"by": by, "wait_s": wait_s}, timeout=wait_s + CALL_TIMEOUT_S)
+        except PdctlError:
+            self.close()
+            raise
+
+    def call(
+        self, do: str, payload: dict[str, Any], *, timeout: float = CALL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Thread-safe; requests of several threads take turns."""
+        payload = {"deployment": self.deployment, **payload}
+        with self._turn:
+            self._channel.send(request_text(self.host, do, payload))
+            line = self._channel.receive(timeout)
+        return _answer(self.host, do, line or "", "")
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _answer(host: Host, do: str, text: str, err: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(text)
+    except ValueError as e:
+        reason = err.strip().splitlines()[-1:] or ["it ended without an answer"]
+        raise HostCommandError(f"{host.name}: shim {do}: {reason[0]}", host=host.name) from e
+    if answer["ok"]:
+        return answer
+    message, hint = f"{host.name}: {answer['error']}", answer.get("hint", "")
+    if answer["kind"] == "locked":
+        raise Locked(message, hint="wait for it to end, or end it, and try again")
+    if answer["kind"] == "state":
+        default = "make room or make it writable, or set PDCTL_HOME to another directory"
+        raise StateError(message, hint=hint or default)
+    raise HostCommandError(message, host=host.name, hint=hint)

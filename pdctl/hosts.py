@@ -1,0 +1,191 @@
+"""A host as pdctl sees it: run a program, put a file, talk to a program line by line.
+
+`Host` is the contract; `LocalHost` is this machine. Knows nothing of services or the shim.
+Every wait has a timeout, and OS errors become PdctlError here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pdctl.errors import HostCommandError, StateError
+from pdctl.shim.procs import MARKER
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    rc: int
+    out: str
+    err: str
+
+
+class Channel(Protocol):
+    """A running program's stdin and stdout, by lines. It sees end-of-file when we close or die."""
+
+    def send(self, line: str) -> None: ...
+
+    def receive(self, timeout: float | None) -> str | None:
+        """The next line; None at the end. Raises HostCommandError after `timeout` seconds."""
+
+    def close(self) -> None: ...
+
+
+class Host(Protocol):
+    @property
+    def name(self) -> str:
+        """The topology's key."""
+
+    @property
+    def is_local(self) -> bool: ...
+
+    @property
+    def python(self) -> str:
+        """The interpreter that runs the shim."""
+
+    @property
+    def base(self) -> str:
+        """Absolute path of the state directory (PDCTL_HOME or ~/.pdctl) there."""
+
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
+        """Run to the end. A non-zero exit is a Result; failing to run it is a HostCommandError."""
+
+    def exists(self, path: str) -> bool: ...
+
+    def put(self, path: str, data: bytes, mode: int = 0o600) -> None:
+        """Write a file whole or not at all. Missing directories are made, 0700."""
+
+    def channel(self, argv: Sequence[str]) -> Channel: ...
+
+    def close(self) -> None: ...
+
+
+class LocalHost:
+    """This machine, without SSH."""
+
+    is_local = True
+
+    def __init__(self, name: str = "local", *, python: str = sys.executable) -> None:
+        self.name = name
+        self.python = python
+        base = os.environ.get("PDCTL_HOME") or "~/.pdctl"
+        self.base = os.path.abspath(os.path.expanduser(base))
+
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
+        with self._spawn(argv) as process:
+            try:
+                out, err = process.communicate(stdin.encode(), timeout=timeout)
+            except subprocess.TimeoutExpired as e:
+                process.kill()
+                raise HostCommandError(
+                    f"{self.name}: {argv[0]} did not end within {timeout:.0f} s", host=self.name
+                ) from e
+        return Result(
+            process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+        )
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def put(self, path: str, data: bytes, mode: int = 0o600) -> None:
+        parent = Path(path).parent
+        try:
+            for missing in [d for d in (*reversed(parent.parents), parent) if not d.exists()]:
+                missing.mkdir(mode=0o700, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=parent, prefix=".put-")
+            try:
+                with os.fdopen(handle, "wb") as f:
+                    os.fchmod(handle, mode)
+                    f.write(data)
+                os.replace(temporary, path)
+            except OSError:
+                os.unlink(temporary)
+                raise
+        except OSError as e:
+            raise StateError(
+                f"{self.name}: {e.filename or path}: {e.strerror}",
+                hint="make room or make it writable, or set PDCTL_HOME to another directory",
+            ) from e
+
+    def channel(self, argv: Sequence[str]) -> LocalChannel:
+        return LocalChannel(self.name, self._spawn(argv))
+
+    def _spawn(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        env = {k: v for k, v in os.environ.items() if k != MARKER}
+        try:
+            # A session of its own: Ctrl-C at the terminal is for pdctl, which then decides.
+            return subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as e:
+            raise HostCommandError(
+                f"{self.name}: cannot run {argv[0]}: {e.strerror}", host=self.name
+            ) from e
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LocalChannel:
+    def __init__(self, host: str, process: subprocess.Popen[bytes]) -> None:
+        self._host = host
+        self._process = process
+        self._buffer = b""
+
+    def send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as e:
+            raise self._ended() from e
+
+    def receive(self, timeout: float | None) -> str | None:
+        assert self._process.stdout is not None
+        stdout = self._process.stdout.fileno()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([stdout], [], [], left)[0]:
+                raise HostCommandError(
+                    f"{self._host}: no answer within {timeout:.0f} s", host=self._host
+                )
+            data = os.read(stdout, 65536)
+            if not data:
+                return None
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return line.decode(errors="replace")
+
+    def error_text(self) -> str:
+        """What the program wrote to stderr, once it has ended."""
+        self.close()
+        assert self._process.stderr is not None
+        return self._process.stderr.read().decode(errors="replace").strip()
+
+    def _ended(self) -> HostCommandError:
+        return HostCommandError(f"{self._host}: the program there has ended", host=self._host)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it ended first, with a line of ours unread
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,308 @@
+"""Start, stop and purge services of this host. Every call is made with the deployment's lock held.
+
+Each may be killed at any moment: the next finds what was begun by the records, the service's lock
+and the marks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from . import probe
+from .files import Refused, private_dir, write_json, write_private
+from .procs import MARKER, Proc, marked, send
+from .service import OWN_FILES, Service, deployment_names, service_names
+
+REPORT_TIMEOUT_S = 20.0
+SWEEP_TIMEOUT_S = 10.0
+POLL_S = 0.02
+INHERITED = re.compile(
+    r"(HOME|PATH|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHONPATH)\Z"
+)
+"""What a service gets of the environment around the shim; all else is named in the topology."""
+
+
+# ---- start ---------------------------------------------------------------------------------------
+
+
+def start(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Start one service; returns when its identity is recorded. Not `started`: it already runs."""
+    wanted = request["spec"]
+    service = Service(base, wanted["deployment"], wanted["name"])
+    fresh = _make_dirs(base, service)
+    lock = os.open(service.path("lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        # Held by a supervisor that is ending, or whose `start` was killed before it saw the result.
+        held = not _lock_within(lock, REPORT_TIMEOUT_S, service)
+        if held or "service" in service.live():
+            return _already(service, request["hash"])
+        _sweep([service], time.monotonic() + SWEEP_TIMEOUT_S)
+        service.unlink_segments()
+        try:
+            _write_files(service, request)
+        except (OSError, Refused):
+            if fresh:
+                shutil.rmtree(service.dir, ignore_errors=True)
+            raise
+        _launch(service, lock)
+    finally:
+        os.close(lock)
+    return {"started": True, "service": service.describe(None)}
+
+
+def _make_dirs(base: str, service: Service) -> bool:
+    os.makedirs(base, 0o700, exist_ok=True)
+    private_dir(os.path.dirname(service.dir))
+    return private_dir(service.dir)
+
+
+def _lock_within(lock: int, seconds: float, service: Service) -> bool:
+    """Take the service's lock. False as soon as another supervisor's service is seen to run."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if "service" in service.live() or time.monotonic() >= deadline:
+                return False
+        time.sleep(POLL_S)
+
+
+def _already(service: Service, wanted: str) -> dict[str, Any]:
+    service = Service(
+        os.path.dirname(os.path.dirname(service.dir)), service.deployment, service.name
+    )
+    if "service" not in service.live():
+        raise Refused("start", f"{service.name}: an earlier start or stop of it still hangs")
+    if service.hash != wanted:
+        raise Refused("start", f"{service.name} runs with another configuration")
+    return {"started": False, "service": service.describe(None)}
+
+
+def _write_files(service: Service, request: dict[str, Any]) -> None:
+    spec = request["spec"]
+    for old in ("identity.json", "exit.json", "family.json", "stop.json"):
+        if os.path.exists(service.path(old)):
+            os.unlink(service.path(old))
+    intent = {"at": time.time(), "by": request.get("by", "")}
+    record = {"spec": spec, "hash": request["hash"], "intent": intent}
+    write_json(service.path("spec.json"), record)
+    service.spec, service.hash, service.intent = spec, request["hash"], intent
+    private = {**spec.get("files", {}), **request.get("secret_files", {})}
+    for name, text in private.items():
+        if os.path.basename(name) != name or name.startswith(".") or name in OWN_FILES:
+            raise Refused("request", f"{service.name}: {name!r} cannot be the name of a file")
+        write_private(service.path(name), text.replace("{dir}", service.dir))
+    if request.get("token"):
+        write_private(service.path("token"), request["token"] + "\n")
+    env = {k: v for k, v in os.environ.items() if INHERITED.match(k)}
+    env.update(spec.get("env", {}))
+    env.update(request.get("secret_env", {}))
+    # SPT_NOENV: a service that retitles itself with setproctitle leaves its environment in place.
+    env.update({MARKER: service.dir, "SPT_NOENV": "1"})
+    write_json(service.path("env"), env)
+    if os.path.exists(service.path("out.log")):
+        os.replace(service.path("out.log"), service.path("out.log.1"))
+
+
+def _launch(service: Service, lock: int) -> None:
+    log = os.open(service.path("out.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    result, report = os.pipe()
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        sys.argv[0],
+        "supervise",
+        service.dir,
+        str(lock),
+        str(report),
+    ]
+    try:
+        supervisor = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env={**os.environ, MARKER: service.dir},
+            pass_fds=(lock, report),
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+        os.close(report)
+    try:
+        ready, _, _ = select.select([result], [], [], REPORT_TIMEOUT_S)
+        answer = os.read(result, 8192) if ready else b""
+    finally:
+        os.close(result)
+    error = json.loads(answer)["error"] if answer else "its supervisor did not answer"
+    if error:
+        if not answer:
+            supervisor.kill()
+        supervisor.wait()
+        _sweep([service], time.monotonic() + SWEEP_TIMEOUT_S)
+        raise Refused("start", f"{service.name}: {error}", log_tail=tail(service, 20))
+
+
+# ---- stop ----------------------------------------------------------------------------------------
+
+
+def stop(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Stop services (none named: all), then look whether anything of them is left."""
+    deployment, grace = request["deployment"], float(request["timeout"])
+    marks = marked(os.path.join(base, deployment))
+    names = request.get("services")
+    if names is None:
+        names = {*service_names(base, deployment), *map(os.path.basename, marks)}
+    services = [Service(base, deployment, n) for n in sorted(names)]
+    reports: dict[str, dict[str, Any]] = {
+        s.name: {"service": s.name, "was": s.state(), "pids": []} for s in services
+    }
+    for s in services:
+        reports[s.name]["pids"] = _terminate(s, marks, grace)
+    # A live supervisor does it and needs a moment beyond the grace; without one we kill ourselves.
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline + 3.0:
+        alive = [s for s in services if s.live()]
+        if not alive or (
+            time.monotonic() >= deadline and not any("shim" in s.live() for s in alive)
+        ):
+            break
+        time.sleep(POLL_S)
+    swept = _sweep(services, time.monotonic() + SWEEP_TIMEOUT_S)
+    marks = marked(os.path.join(base, deployment))
+    for s in services:
+        report = reports[s.name]
+        left = sorted(s.kin(marks))
+        report["killed"] = sorted(swept.get(s.name, ()))
+        report["left"] = left
+        report["segments"] = [] if left else s.unlink_segments()
+        report["ports"] = [
+            port
+            for number in s.spec.get("ports", {}).values()
+            for port in [probe.port(base, int(number), s.spec.get("bind") or "127.0.0.1")]
+            if not port["free"]
+        ]
+    return {"services": list(reports.values())}
+
+
+def _terminate(service: Service, marks: dict[str, list[Proc]], grace: float) -> list[int]:
+    """Ask politely: the supervisor, or the service where that is gone. Returns what lived."""
+    if (
+        service.held() and not service.live()
+    ):  # a supervisor on its way; its identity appears in a moment
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and service.held() and not service.live():
+            time.sleep(POLL_S)
+    pids = sorted(service.kin(marks))
+    live = service.live()
+    if "shim" in live:
+        with contextlib.suppress(OSError):  # a full disk: the supervisor's own default applies
+            write_json(service.path("stop.json"), {"grace_s": grace})
+        send(live["shim"].pid, live["shim"].ticks, signal.SIGTERM)
+    elif "service" in live:
+        send(live["service"].pid, live["service"].ticks, signal.SIGTERM)
+    return pids
+
+
+def _sweep(services: list[Service], deadline: float) -> dict[str, set[int]]:
+    """KILL all that is verified to belong to the services, until there is nothing."""
+    killed: dict[str, set[int]] = {}
+    while services:
+        marks = marked(os.path.dirname(services[0].dir))
+        kin = [(s.name, p) for s in services for p in s.kin(marks).values()]
+        if not kin or time.monotonic() >= deadline:
+            break
+        for name, p in kin:
+            if send(p.pid, p.ticks, signal.SIGKILL):
+                killed.setdefault(name, set()).add(p.pid)
+        time.sleep(POLL_S)
+    return killed
+
+
+# ---- after the end -------------------------------------------------------------------------------
+
+
+def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Forget services that are gone. `.last` keeps their logs and exit records, one generation."""
+    deployment = request["deployment"]
+    names = request.get("services")
+    everything = names is None
+    if names is None:
+        names = service_names(base, deployment)
+    services = [Service(base, deployment, n) for n in names]
+    marks = marked(os.path.join(base, deployment))
+    for s in services:
+        if s.kin(marks):
+            raise Refused("stop", f"{s.name}: still has processes {sorted(s.kin(marks))}")
+    private_dir(os.path.join(base, ".last"))
+    kept = os.path.join(base, ".last", deployment)
+    if everything and services:
+        shutil.rmtree(kept, ignore_errors=True)
+    private_dir(kept)
+    for s in services:
+        for name in ("out.log", "exit.json"):
+            if os.path.exists(s.path(name)):
+                os.replace(s.path(name), os.path.join(kept, f"{s.name}.{name}"))
+        if os.path.isdir(s.dir):
+            shutil.rmtree(s.dir)
+    with contextlib.suppress(OSError):  # other services are in it, or it was never made
+        os.rmdir(os.path.join(base, deployment))
+    return {"purged": sorted(names)}
+
+
+def tail(service: Service, lines: int) -> list[str]:
+    """The last lines of the log, also when only `.last` has it. Reads a bounded part of it."""
+    base, deployment = os.path.split(os.path.dirname(service.dir))
+    last = os.path.join(base, ".last", deployment, service.name + ".out.log")
+    path = service.path("out.log") if os.path.exists(service.path("out.log")) else last
+    try:
+        with open(path, "rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            start = max(0, size - max(65536, 256 * lines))
+            f.seek(start)
+            found = f.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    if start and found:
+        del found[0]  # cut somewhere in the middle
+    return found[-lines:] if lines else []
+
+
+def token(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The deployment's token while anything of it runs; None: the next `up` makes a fresh one."""
+    for name in service_names(base, request["deployment"]):
+        service = Service(base, request["deployment"], name)
+        if service.live():
+            try:
+                with open(service.path("token")) as f:
+                    return {"token": f.read().strip() or None}
+            except FileNotFoundError:
+                continue
+    return {"token": None}
+
+
+def status(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Services of one deployment, or of all. `scan` looks for strays too, in all of /proc."""
+    wanted = request.get("deployment")
+    names = deployment_names(base) if wanted is None else [wanted]
+    found = []
+    for name in names:
+        marks = marked(os.path.join(base, name)) if request.get("scan", True) else None
+        known = service_names(base, name)
+        found += [Service(base, name, n).describe(marks) for n in known]
+    return {"services": found}

@@ -1,0 +1,113 @@
+"""Private files, names that are safe in paths, and the failures that are sent to pdctl.
+
+Owns file modes (0600, 0700) and the lock on a deployment. Knows no processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from typing import Any
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
+LOCK_POLL_S = 0.05
+
+
+class Refused(Exception):
+    """An expected failure, one line for pdctl. `kind`: locked, state, start, stop, request."""
+
+    def __init__(self, kind: str, message: str, hint: str = "", **more: Any) -> None:
+        super().__init__(message)
+        self.answer = {"ok": False, "kind": kind, "error": message, "hint": hint, **more}
+
+
+def checked(name: Any) -> str:
+    if not isinstance(name, str) or not NAME.match(name):
+        raise Refused("request", f"{name!r} is not a name")
+    return name
+
+
+def base_of(request: dict[str, Any]) -> str:
+    base: str = os.path.abspath(os.path.expanduser(request["base"]))
+    if re.search(r'["\\\x00-\x1f]', base):  # `{dir}` is filled into JSON files
+        raise Refused("state", f"{base!r}: a path with quotes or control characters cannot be used")
+    return base
+
+
+def write_private(path: str, text: str) -> None:
+    """Write whole or not at all, readable by us alone."""
+    temporary = path + ".tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    handle = os.open(temporary, flags, 0o600)
+    with os.fdopen(handle, "w") as f:
+        os.fchmod(handle, 0o600)
+        f.write(text)
+    os.replace(temporary, path)
+
+
+def write_json(path: str, value: dict[str, Any]) -> None:
+    write_private(path, json.dumps(value))
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """{} when there is no such file, or it holds no JSON object."""
+    try:
+        with open(path) as f:
+            value = json.load(f)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def private_dir(path: str) -> bool:
+    """Make the directory, 0700. False: it was there."""
+    try:
+        os.mkdir(path, 0o700)
+        return True
+    except FileExistsError:
+        if os.stat(path).st_mode & 0o077:
+            os.chmod(path, 0o700)
+        return False
+
+
+class DeploymentLock:
+    """The right to change one deployment on this host: a flock, so it dies with its holder."""
+
+    def __init__(self, base: str, deployment: str) -> None:
+        os.makedirs(base, 0o700, exist_ok=True)
+        private_dir(os.path.join(base, ".locks"))
+        self.path = os.path.join(base, ".locks", checked(deployment))
+        self._handle = -1
+
+    def take(self, holder: str, wait_s: float) -> None:
+        """Raises Refused (kind locked), naming the holder, when not had within `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while not self._try():
+            if time.monotonic() >= deadline:
+                other = read_json(self.path).get("holder") or "an unknown holder"
+                raise Refused("locked", f"locked by {other}", holder=other)
+            time.sleep(LOCK_POLL_S)
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, json.dumps({"holder": holder, "since": time.time()}).encode(), 0)
+
+    def _try(self) -> bool:
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last holder removes the file: a lock on a removed one would exclude nobody.
+            if os.fstat(handle).st_nlink:
+                self._handle = handle
+                return True
+        except OSError:
+            pass
+        os.close(handle)
+        return False
+
+    def release(self) -> None:
+        if self._handle >= 0:
+            os.unlink(self.path)
+            os.close(self._handle)
+            self._handle = -1

@@ -1,0 +1,153 @@
+"""Processes of a host: who they are, whether they live, how to signal one and no other.
+
+Owns identity (pid, start ticks, boot id) and the walks through /proc. Knows no files of pdctl.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from typing import Any, NamedTuple
+
+MARKER = "PDCTL_SERVICE"
+"""Environment variable of every supervised process: its service's directory."""
+
+
+class Proc(NamedTuple):
+    pid: int
+    ppid: int
+    ticks: int
+    """Start time in ticks since boot: with pid and boot id it names one process for ever."""
+
+
+def boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return f.read().strip()
+
+
+def proc(pid: int) -> Proc | None:
+    """The process, or None when it is gone or a zombie: a zombie holds nothing and runs nothing."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            stat = f.read()
+    except OSError:
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()  # the name in front may hold anything
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return Proc(pid, int(fields[1]), int(fields[19]))
+
+
+def identity(pid: int) -> dict[str, int]:
+    found = proc(pid)
+    return {"pid": pid, "start_ticks": found.ticks if found else 0}
+
+
+def is_alive(record: dict[str, Any] | None, boot: str) -> bool:
+    """Whether the very process of an identity record lives: a reused pid or a reboot means no."""
+    if not record or boot != boot_id():
+        return False
+    found = proc(int(record["pid"]))
+    return found is not None and found.ticks == record["start_ticks"]
+
+
+def uptime_s(ticks: int) -> float:
+    with open("/proc/uptime") as f:
+        up = float(f.read().split()[0])
+    return round(max(0.0, up - ticks / os.sysconf("SC_CLK_TCK")), 2)
+
+
+def send(pid: int, ticks: int, sig: int) -> bool:
+    """Signal the process with this identity and no other. False: it is gone."""
+    handle = None
+    try:
+        if hasattr(os, "pidfd_open"):
+            try:
+                handle = os.pidfd_open(pid)
+            except OSError as e:
+                if e.errno == errno.ESRCH:
+                    return False
+        # With a pidfd taken before this look, the pid cannot come to mean another process after it.
+        found = proc(pid)
+        if found is None or found.ticks != ticks:
+            return False
+        if handle is not None:
+            signal.pidfd_send_signal(handle, sig)
+        else:
+            os.kill(pid, sig)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def processes() -> dict[int, Proc]:
+    found = (proc(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {p.pid: p for p in found if p}
+
+
+def descendants(roots: set[int]) -> list[Proc]:
+    """Live processes below `roots` (which are not among them), parents before children."""
+    children: dict[int, list[Proc]] = {}
+    for p in processes().values():
+        children.setdefault(p.ppid, []).append(p)
+    below: list[Proc] = []
+    level = list(roots)
+    while level:
+        found = [p for pid in level for p in children.get(pid, ()) if p.pid not in roots]
+        below += found
+        level = [p.pid for p in found]
+    return below
+
+
+def own_children() -> list[Proc] | None:
+    """Our descendants by the kernel's child lists, without a walk of /proc; None: it has none."""
+    below: list[Proc] = []
+    level = [os.getpid()]
+    while level:
+        pids: list[int] = []
+        for pid in level:
+            try:
+                for task in os.listdir(f"/proc/{pid}/task"):
+                    with open(f"/proc/{pid}/task/{task}/children") as f:
+                        pids += map(int, f.read().split())
+            except OSError:
+                if pid == os.getpid():
+                    return None
+        below += [p for p in map(proc, pids) if p]
+        level = pids
+    return below
+
+
+def marked(under: str) -> dict[str, list[Proc]]:
+    """Live processes of our uid whose environment names a service directory at or below `under`."""
+    lineage: set[int] = set()
+    ancestor = proc(os.getpid())
+    while ancestor:  # a pdctl that runs inside of a service must not find itself
+        lineage.add(ancestor.pid)
+        ancestor = proc(ancestor.ppid)
+    found: dict[str, list[Proc]] = {}
+    for p in processes().values():
+        where = None if p.pid in lineage else marker_of(p.pid)
+        if where and (where + "/").startswith(under.rstrip("/") + "/"):
+            found.setdefault(where, []).append(p)
+    return found
+
+
+def marker_of(pid: int) -> str | None:
+    prefix = f"{MARKER}=".encode()
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != os.getuid():
+            return None
+        if not os.path.samefile(f"/proc/{pid}/root", "/"):
+            return None  # in a container: the same path is another directory there
+        with open(f"/proc/{pid}/environ", "rb") as f:
+            for variable in f.read().split(b"\0"):
+                if variable.startswith(prefix):
+                    return os.fsdecode(variable[len(prefix) :])
+    except OSError:
+        pass  # gone, or not ours to read
+    return None
