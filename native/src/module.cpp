@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "attention_binding.h"
 #include "copy_runs.h"
 #include "pinned_shm.h"
 
@@ -85,6 +86,7 @@ NB_MODULE(_native, m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.def("copy_runs", &copy_runs_checked, "dst_address"_a, "dst_nbytes"_a, "src_address"_a,
         "src_nbytes"_a, "runs"_a.noconvert());
+  bind_attention(m);
 }
 
 }  // namespace pdctl

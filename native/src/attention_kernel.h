@@ -1,0 +1,272 @@
+// The arithmetic of attention for one KV head and a few tokens of one sequence, for W-lane vectors.
+//
+// K and V are read once, in tiles of 64 positions, for all rows (a row is one query head of one
+// token), with an online softmax in float32. The order of a row's operations depends on its own
+// position alone: tiles start at multiples of 64 and every sum goes in the order of positions. That
+// is what makes results independent of the batch.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "attention.h"
+#include "simd.h"
+
+namespace pdctl {
+
+constexpr int64_t kTile = 64;    // positions
+constexpr int64_t kMaxRows = 64;  // query heads x tokens that share the reading of K and V
+
+// Neighbouring tokens of one sequence.
+struct Group {
+  int64_t first;
+  int64_t count;
+};
+
+// One thread's memory for one (group, KV head).
+template <int W>
+class Scratch {
+ public:
+  Scratch(float* memory, int64_t padded) : memory_(memory), padded_(padded) {}
+  static int64_t floats(int64_t padded) {
+    return 2 * kMaxRows * padded + kMaxRows * (1 + W) + 4 * kTile + 2 * kTile * padded;
+  }
+  float* query(int64_t row) { return memory_ + row * padded_; }
+  float* sum(int64_t row) { return query(kMaxRows) + row * padded_; }
+  float* denominator(int64_t row) { return sum(kMaxRows) + row * W; }
+  float* maximum(int64_t row) { return denominator(kMaxRows) + row; }
+  float* weights(int64_t row) { return maximum(kMaxRows) + row * kTile; }  // of up to 4 rows
+  float* keys() { return weights(4); }
+  float* values() { return keys() + kTile * padded_; }
+
+ private:
+  float* memory_;
+  int64_t padded_;
+};
+
+// Pointers to W rows of K and of V each, all of `padded` floats.
+template <int W>
+struct Tile {
+  const float* k[kTile / W];
+  const float* v[kTile / W];
+};
+
+template <int W, bool kBf16>
+PDCTL_INLINE void stage_row(const void* source, int64_t offset, int64_t dim, int64_t padded,
+                            float* out) {
+  int64_t d = 0;
+  if constexpr (kBf16) {
+    const uint16_t* in = static_cast<const uint16_t*>(source) + offset;
+    for (; d + W <= dim; d += W) store<W>(out + d, load_bf16<W>(in + d));
+    for (; d < dim; ++d) out[d] = from_bf16(in[d]);
+  } else {
+    const float* in = static_cast<const float*>(source) + offset;
+    for (; d + W <= dim; d += W) store<W>(out + d, load<W>(in + d));
+    for (; d < dim; ++d) out[d] = in[d];
+  }
+  for (; d < padded; ++d) out[d] = 0.0f;
+}
+
+// Finds positions start .. start+count-1 of a sequence in the pool. Rows that are neighbours there
+// and need no conversion are used in place; the others are gathered into scratch.
+template <int W, bool kBf16>
+PDCTL_INLINE void find_tile(const Attention& a, const int32_t* table, int64_t kv_head,
+                            int64_t start, int64_t count, int64_t padded, Scratch<W>& scratch,
+                            Tile<W>& tile) {
+  const bool in_place = !kBf16 && padded == a.head_dim && a.block_size % W == 0;
+  for (int64_t s = 0; s * W < count; ++s) {
+    float* k = scratch.keys() + s * W * padded;
+    float* v = scratch.values() + s * W * padded;
+    const int64_t rows = in_place ? 1 : std::min<int64_t>(W, count - s * W);
+    int64_t offset = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t position = start + s * W + i;
+      offset = table[position / a.block_size] * a.block_stride + kv_head * a.head_stride +
+               position % a.block_size * a.head_dim;
+      if (in_place) continue;
+      stage_row<W, kBf16>(a.kv, offset, a.head_dim, padded, k + i * padded);
+      stage_row<W, kBf16>(a.kv, offset + a.value_stride, a.head_dim, padded, v + i * padded);
+    }
+    tile.k[s] = in_place ? static_cast<const float*>(a.kv) + offset : k;
+    tile.v[s] = in_place ? static_cast<const float*>(a.kv) + offset + a.value_stride : v;
+  }
+}
+
+// Lane j: query . k[j]. What a row past the sequence's end gives is masked by the caller.
+template <int W>
+PDCTL_INLINE Floats<W> scores(const float* query, const float* k, int64_t padded) {
+  Floats<W> dots[W];
+  for (int j = 0; j < W; ++j) dots[j] = Floats<W>{};
+  for (int64_t d = 0; d < padded; d += W) {
+    const Floats<W> q = load<W>(query + d);
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) dots[j] += q * load<W>(k + j * padded + d);
+  }
+  return Lanes<W>::sum_each(dots);
+}
+
+// Softmax weights of the row's first `valid` positions of a tile; brings the row's sums to the new
+// maximum.
+template <int W>
+PDCTL_INLINE void weigh(Scratch<W>& scratch, int64_t row, const Tile<W>& tile, int64_t valid,
+                        int64_t padded, float* weights) {
+  const float* query = scratch.query(row);
+  const Floats<W> nothing = fill<W>(-std::numeric_limits<float>::infinity());
+  Floats<W> best = nothing;
+  const int64_t parts = (valid + W - 1) / W;
+  for (int64_t s = 0; s < parts; ++s) {
+    Floats<W> x = scores<W>(query, tile.k[s], padded);
+    const Ints<W> position = Lanes<W>::kIndex + static_cast<int32_t>(s * W);
+    x = position < static_cast<int32_t>(valid) ? x : nothing;
+    best = x > best ? x : best;
+    store<W>(weights + s * W, x);
+  }
+  const float before = *scratch.maximum(row);
+  const float now = std::max(before, max_lane<W>(best));
+  Floats<W> total = load<W>(scratch.denominator(row));
+  if (now != before) {
+    const Floats<W> shrink = exp_nonpositive<W>(fill<W>(before) - now);
+    *scratch.maximum(row) = now;
+    total *= shrink;
+    float* sum = scratch.sum(row);
+    for (int64_t d = 0; d < padded; d += W) store<W>(sum + d, load<W>(sum + d) * shrink);
+  }
+  for (int64_t s = 0; s < parts; ++s) {
+    const Floats<W> p = exp_nonpositive<W>(load<W>(weights + s * W) - now);
+    total += p;
+    store<W>(weights + s * W, p);
+  }
+  store<W>(scratch.denominator(row), total);
+}
+
+// sum[r] += weights[r][from .. to-1] . V, for R neighbouring rows and C vectors' width of V.
+template <int W, int R, int C>
+PDCTL_INLINE void accumulate_panel(float* sum, const float* weights, const Tile<W>& tile,
+                                   int64_t from, int64_t to, int64_t padded, int64_t column) {
+  Floats<W> acc[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) acc[r][c] = load<W>(sum + r * padded + column + c * W);
+  }
+  for (int64_t n = from; n < to; ++n) {
+    const float* v = tile.v[n / W] + n % W * padded + column;
+    Floats<W> value[C];
+    for (int c = 0; c < C; ++c) value[c] = load<W>(v + c * W);
+    for (int r = 0; r < R; ++r) {
+      const Floats<W> weight = fill<W>(weights[r * kTile + n]);
+      for (int c = 0; c < C; ++c) acc[r][c] += weight * value[c];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) store<W>(sum + r * padded + column + c * W, acc[r][c]);
+  }
+}
+
+template <int W, int R>
+PDCTL_INLINE void accumulate(float* sum, const float* weights, const Tile<W>& tile, int64_t from,
+                             int64_t to, int64_t padded) {
+  if (from >= to) return;
+  constexpr int kWide = W == 16 ? 4 : 2;  // R x kWide sums stay in registers
+  int64_t column = 0;
+  for (; column + kWide * W <= padded; column += kWide * W) {
+    accumulate_panel<W, R, kWide>(sum, weights, tile, from, to, padded, column);
+  }
+  for (; column < padded; column += W) {
+    accumulate_panel<W, R, 1>(sum, weights, tile, from, to, padded, column);
+  }
+}
+
+template <int W>
+PDCTL_INLINE void load_queries(const Attention& a, const Group& group, int64_t kv_head,
+                               int64_t padded, Scratch<W>& scratch) {
+  const int64_t heads = a.num_heads / a.num_kv_heads;
+  for (int64_t row = 0; row < group.count * heads; ++row) {
+    const int64_t head = kv_head * heads + row % heads;
+    const int64_t offset = ((group.first + row / heads) * a.num_heads + head) * a.head_dim;
+    float* query = scratch.query(row);
+    if (a.query_bf16) {
+      stage_row<W, true>(a.query, offset, a.head_dim, padded, query);
+    } else {
+      stage_row<W, false>(a.query, offset, a.head_dim, padded, query);
+    }
+    for (int64_t d = 0; d < padded; ++d) query[d] *= a.scale;
+    std::fill_n(scratch.sum(row), padded, 0.0f);
+    std::fill_n(scratch.denominator(row), W, 0.0f);
+    *scratch.maximum(row) = -std::numeric_limits<float>::infinity();
+  }
+}
+
+template <int W>
+PDCTL_INLINE void store_results(const Attention& a, const Group& group, int64_t kv_head,
+                                Scratch<W>& scratch) {
+  const int64_t heads = a.num_heads / a.num_kv_heads;
+  for (int64_t row = 0; row < group.count * heads; ++row) {
+    const int64_t head = kv_head * heads + row % heads;
+    const int64_t offset = ((group.first + row / heads) * a.num_heads + head) * a.head_dim;
+    const float* sum = scratch.sum(row);
+    const float total = sum_lanes<W>(load<W>(scratch.denominator(row)));
+    if (a.query_bf16) {
+      uint16_t* out = static_cast<uint16_t*>(a.out) + offset;
+      for (int64_t d = 0; d < a.head_dim; ++d) out[d] = to_bf16(sum[d] / total);
+    } else {
+      float* out = static_cast<float*>(a.out) + offset;
+      for (int64_t d = 0; d < a.head_dim; ++d) out[d] = sum[d] / total;
+    }
+  }
+}
+
+// One tile for R neighbouring rows, of which row r sees the first valid[r] positions.
+template <int W, int R>
+PDCTL_INLINE void attend_rows(Scratch<W>& scratch, int64_t row, const Tile<W>& tile,
+                              const int64_t* valid, int64_t padded) {
+  int64_t common = kTile;
+  for (int r = 0; r < R; ++r) {
+    common = std::min(common, valid[r]);
+    if (valid[r] > 0) weigh<W>(scratch, row + r, tile, valid[r], padded, scratch.weights(r));
+  }
+  accumulate<W, R>(scratch.sum(row), scratch.weights(0), tile, 0, common, padded);
+  for (int r = 0; r < R; ++r) {
+    accumulate<W, 1>(scratch.sum(row + r), scratch.weights(r), tile, common, valid[r], padded);
+  }
+}
+
+template <int W, bool kBf16>
+PDCTL_INLINE void attend_group(const Attention& a, const Group& group, int64_t kv_head,
+                               float* memory) {
+  const int64_t padded = (a.head_dim + W - 1) / W * W;
+  const int64_t heads = a.num_heads / a.num_kv_heads;
+  const int64_t rows = group.count * heads;
+  const int32_t* positions = a.positions + group.first;
+  const int32_t* table = a.block_tables + a.seq_index[group.first] * a.max_blocks;
+  const int64_t end = *std::max_element(positions, positions + group.count) + int64_t{1};
+  Scratch<W> scratch(memory, padded);
+  load_queries<W>(a, group, kv_head, padded, scratch);
+  for (int64_t start = 0; start < end; start += kTile) {
+    Tile<W> tile;
+    find_tile<W, kBf16>(a, table, kv_head, start, std::min(kTile, end - start), padded, scratch,
+                        tile);
+    for (int64_t row = 0; row < rows; row += 4) {
+      const int64_t count = std::min<int64_t>(4, rows - row);
+      int64_t valid[4];
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t seen = positions[(row + r) / heads] + int64_t{1} - start;
+        valid[r] = std::clamp<int64_t>(seen, 0, kTile);
+      }
+      switch (count) {
+        case 4:
+          attend_rows<W, 4>(scratch, row, tile, valid, padded);
+          break;
+        case 3:
+          attend_rows<W, 3>(scratch, row, tile, valid, padded);
+          break;
+        case 2:
+          attend_rows<W, 2>(scratch, row, tile, valid, padded);
+          break;
+        default:
+          attend_rows<W, 1>(scratch, row, tile, valid, padded);
+      }
+    }
+  }
+  store_results<W>(a, group, kv_head, scratch);
+}
+
+}  // namespace pdctl
