@@ -47,7 +47,7 @@ class PrefixIndex:
         return blocks
 
     def insert(self, digest: bytes, block: int) -> bool:
-        """False when another block has this content already (or this one another's): nothing changes."""
+        """False, and nothing changes, when another block has this content or this one another's."""
         if digest in self._block_of or block in self._hash_of:
             return False
         self._block_of[digest] = block

@@ -1,4 +1,4 @@
-"""What a decoder-only model is made of: one frozen ModelSpec, read from GGUF metadata or from config.json.
+"""What a decoder-only model is made of: one ModelSpec, from GGUF metadata or config.json.
 
 Knows the names both formats use and which features this runtime serves. Knows no weights.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from runtime.errors import ModelError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "ernie4_5")
+_AGAIN = "fetch the model again"
 _USE = "use a model of one of these kinds: " + ", ".join(ARCHITECTURES)
 
 
@@ -29,7 +30,7 @@ class RopeScaling:
 class ModelSpec:
     """Shapes and switches of one decoder.
 
-    `rope_interleaved` tells how the files order the rows of q and k; the loader makes them half-split.
+    `rope_interleaved` tells how the files order q's and k's rows; the loader makes them half-split.
     """
 
     architecture: str
@@ -88,9 +89,7 @@ class _Fields:
 
     def wrong(self, key: str, wanted: str, value: object) -> ModelError:
         state = "is missing" if value is None else f"is {value!r}"
-        return ModelError(
-            f"{self.where}: {key} {state}, not {wanted}", hint="fetch the model again"
-        )
+        return ModelError(f"{self.where}: {key} {state}, not {wanted}", hint=_AGAIN)
 
 
 def _architecture(where: str, name: object) -> str:
@@ -103,10 +102,10 @@ def _checked(spec: ModelSpec, where: str) -> ModelSpec:
     if spec.heads % spec.kv_heads:
         raise ModelError(
             f"{where}: {spec.heads} attention heads are not a multiple of {spec.kv_heads} kv heads",
-            hint="fetch the model again",
+            hint=_AGAIN,
         )
     if spec.head_dim % 2:
-        raise ModelError(f"{where}: head_dim {spec.head_dim} is odd", hint="fetch the model again")
+        raise ModelError(f"{where}: head_dim {spec.head_dim} is odd", hint=_AGAIN)
     return spec
 
 
@@ -129,7 +128,7 @@ def spec_from_gguf(
         raise ModelError(f"{where}: RoPE scaling {scaling!r} is not supported", hint=_USE)
     eos = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
     if "token_embd.weight" not in tensors:
-        raise ModelError(f"{where}: has no tensor token_embd.weight", hint="fetch the model again")
+        raise ModelError(f"{where}: has no tensor token_embd.weight", hint=_AGAIN)
     return _checked(
         ModelSpec(
             architecture=arch,
@@ -143,7 +142,7 @@ def spec_from_gguf(
             rope_theta=fields.number(f"{arch}.rope.freq_base", 10000.0),
             # Llama 3's scaling comes as factors in the tensor rope_freqs.weight.
             rope_scaling=None,
-            # llama.cpp's conversion stores Llama's q and k interleaved; ERNIE is interleaved by nature.
+            # llama.cpp's conversion interleaves Llama's q and k; ERNIE's are by nature.
             rope_interleaved=arch in ("llama", "ernie4_5"),
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
@@ -158,7 +157,7 @@ def spec_from_gguf(
 
 
 def spec_from_hf(where: str, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
-    """`config` is config.json, `generation` generation_config.json (or empty), whose eos list wins."""
+    """From config.json and generation_config.json (or empty), whose list of eos ids wins."""
     arch = _architecture(where, config.get("model_type"))
     fields = _Fields(where, config)
     _refuse_unsupported(where, config)

@@ -17,7 +17,10 @@ from torch import Tensor
 from runtime.models.config import ModelSpec, RopeScaling
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, head_dim], k, v [T, kv_heads, head_dim]) -> [T, heads * head_dim]; also stores k and v."""
+"""(layer, q [T, heads, head_dim], k, v [T, kv_heads, head_dim]) -> [T, heads * head_dim].
+
+It also stores k and v: later tokens attend to them.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,17 @@
 """Reads a GGUF file: metadata (without the tokenizer's long lists) and dequantized tensors.
 
-Every offset and size is checked against the file's size before it is used and bytes are read, not mapped:
-a truncated or corrupt file is a ModelError, never a crash. Knows nothing of models.
+Every offset and size is checked against the file's size before it is used, and bytes are read,
+not mapped: a truncated or corrupt file is a ModelError, never a crash. Knows nothing of models.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from runtime.errors import ModelError
 Value = int | float | bool | str | list[int | float | bool]
 
 _SCALARS = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i",
+    6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _MAX_NAME = 1 << 16
@@ -48,7 +49,7 @@ class GgufFile:
         self.path = path
         try:
             self._size = path.stat().st_size
-            self._file: BinaryIO = path.open("rb")
+            self._file: io.BufferedReader = path.open("rb")
         except OSError as e:
             raise ModelError(
                 f"{path}: {e.strerror}", hint="give the path of a .gguf file or of a model folder"
@@ -80,7 +81,7 @@ class GgufFile:
         info = self.tensors[name]
         raw = np.empty(info.nbytes, dtype=np.uint8)
         self._file.seek(info.start)
-        if self._file.readinto(raw) != info.nbytes:
+        if self._file.readinto(raw.data) != info.nbytes:
             raise self._wrong(f"ends within tensor {name}")
         if info.kind == GGMLQuantizationType.F32:
             return torch.from_numpy(raw.view(np.float32)).view(info.shape)
@@ -91,7 +92,7 @@ class GgufFile:
                 return torch.from_numpy(dequantize(rows, info.kind)).view(info.shape)
         except NotImplementedError as e:
             raise ModelError(
-                f"{self.path}: tensor {name} is quantized as {info.kind.name}, which is not supported",
+                f"{self.path}: tensor {name} is of type {info.kind.name}, which is not supported",
                 hint="use a Q4_0, Q4_1, Q8_0, K-quant, F16 or BF16 file",
             ) from e
 

@@ -93,7 +93,7 @@ class _FolderSource:
         self._files: dict[str, Any] = {}
         for shard in shards:
             try:
-                opened = safe_open(str(shard), framework="pt")  # type: ignore[no-untyped-call]
+                opened: Any = safe_open(str(shard), framework="pt")
             except FileNotFoundError as e:
                 raise ModelError(f"{shard}: No such file", hint=_AGAIN) from e
             except (SafetensorError, OSError) as e:
@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Reads, dequantizes and fuses the weights. Raises ModelError; takes about a second per 100 MB of GGUF."""
+    """Reads, dequantizes and fuses the weights. Raises ModelError."""
     path = Path(path)
     if path.is_dir():
         generation = path / "generation_config.json"

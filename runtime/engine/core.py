@@ -1,0 +1,234 @@
+"""The engine as the rest of its process sees it: a model, its pool, and a loop on one thread.
+
+Implements EngineControl (contract.py). Other threads only touch the inbox and the last statistics;
+everything else belongs to the thread that calls `run`. Knows no front, no peer, no transport.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from runtime.config import WorkerConfig
+from runtime.engine.contract import (
+    EngineEvent,
+    EngineFailed,
+    EngineRequest,
+    EngineStats,
+    Produced,
+)
+from runtime.engine.runner import Runner
+from runtime.engine.scheduler import Limits
+from runtime.engine.stepper import Bounds, Stepper
+from runtime.errors import ConfigError, ModelError
+from runtime.kv.layout import KvDtype, KvLayout
+from runtime.kv.pool import KvPool
+from runtime.kv.region import Region
+from runtime.models.config import ModelSpec
+from runtime.models.loader import load_model, model_digest
+from runtime.protocol import OutputToken, RequestId, SamplingParams
+
+log = logging.getLogger(__name__)
+
+# How long a thread keeps the interpreter lock that another one wants. With the default of 5 ms the
+# asyncio thread could hold up a step by that much at each of its hundreds of operations.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+class Engine:
+    """Build it, `self_test()`, then give a thread to `run()`."""
+
+    def __init__(self, config: WorkerConfig, emit: Callable[[EngineEvent], None]) -> None:
+        """Loads the model. Raises ConfigError, ModelError."""
+        self._emit = emit
+        self._threads = config.threads or torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        device = _device(config)
+        dtype = _dtype(config, device)
+        decoder = load_model(config.model.path, getattr(torch, dtype), device)
+        spec = decoder.spec
+        try:
+            self._layout = KvLayout(
+                spec.layers, spec.kv_heads, spec.head_dim, config.block_size, dtype
+            )
+        except ValueError as e:
+            raise ConfigError(str(e)) from e
+        self._pool = KvPool(self._layout, config.kv_cache_bytes, device)
+        self._runner = Runner(decoder, self._pool, self._threads)
+        self._limits = _limits(config)
+        self._bounds = Bounds(
+            context=_context(config, spec),
+            capacity=self._pool.num_blocks * config.block_size,
+            vocab=spec.vocab,
+            eos_token_ids=spec.eos_token_ids,
+        )
+        self._stepper = self._new_stepper(config.prefix_cache)
+
+        self.num_blocks: int = self._pool.num_blocks
+        self.max_model_len: int = min(self._bounds.context, self._bounds.capacity)
+        self.vocab_size: int = spec.vocab
+        self.eos_token_ids: tuple[int, ...] = spec.eos_token_ids
+        self.fingerprint: dict[str, str | int] = {
+            "model": model_digest(decoder),
+            "dtype": dtype,
+            **self._layout.fingerprint(),
+        }
+
+        # Shared with other threads, under the condition's lock.
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._arriving = 0
+        self._stopping = False
+        self._stats = self._stepper.stats()
+
+    # ---- EngineControl: any thread ----------------------------------------------------------
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def pool(self) -> Region:
+        return self._pool.region
+
+    def submit(self, request: EngineRequest) -> None:
+        now = time.monotonic()
+        with self._wake:
+            self._arriving += 1
+            self._inbox.append(lambda: self._stepper.submit(request, now))
+            self._wake.notify()
+
+    def resume(self, request_id: RequestId, first: OutputToken) -> None:
+        self._post(lambda: self._stepper.resume(request_id, first))
+
+    def drop(self, request_id: RequestId) -> None:
+        self._post(lambda: self._stepper.drop(request_id))
+
+    def stats(self) -> EngineStats:
+        with self._wake:
+            return replace(self._stats, waiting=self._stats.waiting + self._arriving)
+
+    def stop(self) -> None:
+        """Makes `run` return after the step under way."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    # ---- the engine thread ------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until `stop`. Sleeps when there is nothing to do."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        torch.set_num_threads(self._threads)
+        busy = False
+        while self._take_commands(wait=not busy):
+            self._flush()
+            busy = self._stepper.step(self._flush)
+            self._flush()
+
+    def _take_commands(self, wait: bool) -> bool:
+        """Applies what arrived, waiting for something if told to. False: stop."""
+        with self._wake:
+            while wait and not self._inbox and not self._stopping:
+                self._wake.wait()
+            if self._stopping:
+                return False
+            commands, self._inbox = self._inbox, deque()
+            arriving = self._arriving
+        for command in commands:
+            command()
+        with self._wake:
+            self._arriving -= arriving
+            self._stats = self._stepper.stats()
+        return True
+
+    def _flush(self) -> None:
+        """Publishes the state, then the events that led to it: an event's effect is visible."""
+        events = self._stepper.take_events()
+        stats = self._stepper.stats()
+        with self._wake:
+            self._stats = stats
+        for event in events:
+            self._emit(event)
+
+    # ---- start ------------------------------------------------------------------------------
+
+    def self_test(self) -> None:
+        """Generates through the real path. Raises ModelError; leaves nothing behind."""
+        probe = self._new_stepper(prefix_cache=False)
+        prompt = tuple(range(min(8, self.max_model_len - 1)))
+        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        request = EngineRequest(RequestId("self-test"), prompt, params, "generate")
+        probe.submit(request, time.monotonic())
+        while probe.step(lambda: None):
+            pass
+        events = probe.take_events()
+        for event in events:
+            if isinstance(event, EngineFailed):
+                raise ModelError(
+                    f"the model loaded but cannot generate: {event.message}",
+                    hint="fetch the model again, or see the log above",
+                )
+        assert any(isinstance(event, Produced) and event.finish for event in events)
+        assert probe.stats().device_blocks_held == 0
+
+    def _new_stepper(self, prefix_cache: bool) -> Stepper:
+        return Stepper(
+            self._pool.num_blocks, self._limits, prefix_cache, self._bounds, self._runner
+        )
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    if config.tp_size != 1:
+        raise ConfigError(
+            f"tp_size {config.tp_size}: tensor parallelism is not supported", hint="use tp_size 1"
+        )
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as e:
+        raise ConfigError(f"device {config.device!r} is unknown", hint="use cpu or cuda:0") from e
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {config.device}: this host has no usable GPU", hint="use cpu")
+    return device
+
+
+def _dtype(config: WorkerConfig, device: torch.device) -> KvDtype:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def _limits(config: WorkerConfig) -> Limits:
+    for name in ("max_num_batched_tokens", "max_num_seqs", "max_queued"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} is {getattr(config, name)}, and must be at least 1")
+    return Limits(
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_queued=config.max_queued,
+    )
+
+
+def _context(config: WorkerConfig, spec: ModelSpec) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return spec.max_positions
+    if not 2 <= wanted <= spec.max_positions:
+        raise ConfigError(
+            f"max_model_len {wanted} is not in 2..{spec.max_positions}, the model's range",
+            hint="leave it out for the model's own context",
+        )
+    return wanted

@@ -1,0 +1,150 @@
+"""Turns work on sequences into one batch, runs the decoder over the paged pool, returns logits.
+
+Owns batch building and attention. Knows no queue, no sampling, no events. The torch path is the
+oracle of the native one and serves devices that have no native one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime import _native
+from runtime.engine.sequence import Work
+from runtime.kv.pool import KvPool
+from runtime.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows [first, first + count) of a batch: tokens of one sequence from position `start` on."""
+
+    first: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of N sequences."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    block_of: Tensor  # [T]: pool block that takes this token's K and V
+    slot_of: Tensor  # [T]: position in that block
+    tables: Tensor  # [N, most blocks] int32
+    sequence_of: Tensor  # [T] int32: row of `tables`
+    positions32: Tensor  # [T] int32
+    spans: tuple[Span, ...]
+    rows: Tensor  # last row of each sequence that samples
+
+
+class Runner:
+    """Used by the engine thread."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool, threads: int) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._threads = threads
+        self._native = False
+        self._scale = decoder.spec.head_dim**-0.5
+
+    @torch.inference_mode()
+    def run(self, work: Items[Work]) -> Tensor:
+        """Computes the work's KV; float32 logits, one row for each work that samples, in order."""
+        batch = build_batch(work, self._pool.layout.block_size, self._decoder.device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache = self._pool.layers[layer]  # [blocks, 2, kv_heads, tokens, head_dim]
+            cache[batch.block_of, 0, :, batch.slot_of] = k
+            cache[batch.block_of, 1, :, batch.slot_of] = v
+            if self._native:
+                return self._attend_native(batch, cache, q)
+            return attend_torch(batch, cache, q, self._scale)
+
+        return self._decoder.logits(batch.tokens, batch.positions, attend, batch.rows)
+
+    def _attend_native(self, batch: Batch, cache: Tensor, q: Tensor) -> Tensor:
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        _native.paged_attention(
+            q,
+            cache,
+            batch.tables,
+            batch.sequence_of,
+            batch.positions32,
+            out,
+            self._scale,
+            self._threads,
+        )
+        return out.view(len(q), -1)
+
+
+def build_batch(work: Items[Work], block_size: int, device: torch.device) -> Batch:
+    counts = [item.count for item in work]
+    starts = [item.sequence.num_computed for item in work]
+    firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    ids: list[int] = []
+    for item, start in zip(work, starts, strict=True):
+        ids += item.sequence.tokens[start : start + item.count]
+    sequence_of = np.repeat(np.arange(len(work), dtype=np.int32), counts)
+    within = np.arange(len(ids)) - np.repeat(firsts, counts)
+    positions = within + np.repeat(starts, counts)
+    most = max(-(-(s + c) // block_size) for s, c in zip(starts, counts, strict=True))
+    tables = np.zeros((len(work), most), dtype=np.int32)
+    for row, item in enumerate(work):
+        blocks = item.sequence.blocks[:most]
+        tables[row, : len(blocks)] = blocks
+    lasts = [
+        int(first) + item.count - 1
+        for first, item in zip(firsts, work, strict=True)
+        if item.samples
+    ]
+
+    def tensor(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(device)
+
+    return Batch(
+        tokens=tensor(ids),
+        positions=tensor(positions),
+        block_of=tensor(tables[sequence_of, positions // block_size]),
+        slot_of=tensor(positions % block_size),
+        tables=tensor(tables, torch.int32),
+        sequence_of=tensor(sequence_of, torch.int32),
+        positions32=tensor(positions, torch.int32),
+        spans=tuple(
+            Span(int(first), start, count)
+            for first, start, count in zip(firsts, starts, counts, strict=True)
+        ),
+        rows=tensor(lasts),
+    )
+
+
+def attend_torch(batch: Batch, cache: Tensor, q: Tensor, scale: float) -> Tensor:
+    """Gathers each sequence's K and V and lets torch attend: [T, heads * head_dim]."""
+    kv_heads, block_size, head_dim = cache.shape[2:]
+    out = torch.empty_like(q)
+    for row, span in enumerate(batch.spans):
+        end = span.start + span.count
+        blocks = batch.tables[row, : -(-end // block_size)].long()
+        # [n, 2, kv_heads, tokens, head_dim] -> [2, kv_heads, context, head_dim]
+        context = cache[blocks].permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)
+        keys, values = context[:, :, :end]
+        rows = slice(span.first, span.first + span.count)
+        reach = torch.arange(span.start, end, device=q.device)
+        mask = torch.arange(end, device=q.device) <= reach[:, None]
+        attended = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[rows] = attended[0].transpose(0, 1)
+    return out.reshape(len(q), -1)

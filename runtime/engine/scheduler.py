@@ -1,0 +1,225 @@
+"""Continuous batching: who computes how many tokens in the next step, and who holds blocks.
+
+First come, first served. Decodes go first, then prompt chunks, within one budget of tokens. Out of
+blocks, the latest sequence is put back and computed again later. Knows no model, events or clock.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from runtime.engine.sequence import Sequence, State, Work
+from runtime.kv.pool import BlockAllocator
+from runtime.kv.prefix import PrefixIndex, block_hashes
+from runtime.protocol import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_queued: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step does."""
+
+    work: list[Work] = field(default_factory=list)
+    adopted: list[Sequence] = field(default_factory=list)
+    """Mode decode: just got their blocks."""
+    cached: list[Sequence] = field(default_factory=list)
+    """Just admitted with part of their tokens found in the prefix cache."""
+
+
+class Scheduler:
+    def __init__(self, num_blocks: int, limits: Limits, prefix_cache: bool) -> None:
+        self._limits = limits
+        self._index = PrefixIndex()
+        self._prefix_cache = prefix_cache
+        self.blocks = BlockAllocator(num_blocks, self._index.remove)
+        self.preemptions = 0
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()  # in order of arrival
+        self._running: list[Sequence] = []  # in order of arrival
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._sequences) - len(self._waiting)
+
+    @property
+    def queue_full(self) -> bool:
+        return len(self._waiting) >= self._limits.max_queued
+
+    def get(self, request_id: RequestId) -> Sequence | None:
+        return self._sequences.get(request_id)
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.id not in self._sequences, f"request {sequence.id} is already here"
+        self._sequences[sequence.id] = sequence
+        self._waiting.append(sequence)
+
+    def resume(self, sequence: Sequence, first: int) -> None:
+        """The KV of an adopted sequence's prompt is in place; `first` is its output token 0."""
+        assert sequence.state is State.ADOPTED, f"request {sequence.id} is {sequence.state.name}"
+        sequence.num_computed = sequence.prompt_len
+        sequence.tokens.append(first)
+        sequence.resumed = True
+        self._run(sequence)
+        self._index_blocks(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget it, in any state, and give its blocks back."""
+        del self._sequences[sequence.id]
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.state is State.RUNNING:
+            self._running.remove(sequence)
+        self._free(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Mode prefill, computed: it runs no more and keeps its blocks."""
+        self._running.remove(sequence)
+        sequence.state = State.HELD
+
+    def schedule(self) -> Plan:
+        plan = Plan()
+        budget = self._schedule_decodes(plan, self._limits.max_num_batched_tokens)
+        budget = self._schedule_chunks(plan, budget)
+        self._admit(plan, budget)
+        return plan
+
+    def computed(self, work: Work) -> None:
+        """The work was done: its tokens' KV is final."""
+        work.sequence.num_computed += work.count
+        self._index_blocks(work.sequence)
+
+    def clear_cache(self) -> None:
+        self.blocks.forget_cached()
+
+    # ---- the three parts of a step ----------------------------------------------------------
+
+    def _schedule_decodes(self, plan: Plan, budget: int) -> int:
+        for sequence in [s for s in self._running if s.remaining == 1 and s.num_output]:
+            if budget == 0 or sequence.state is not State.RUNNING:
+                continue  # put back just now, for an earlier one
+            if self._grow(sequence):
+                plan.work.append(Work(sequence, 1))
+                budget -= 1
+        return budget
+
+    def _schedule_chunks(self, plan: Plan, budget: int) -> int:
+        for sequence in self._running:
+            if sequence.remaining == 1 and sequence.num_output:
+                continue
+            if budget == 0:
+                break
+            count = min(sequence.remaining, budget)
+            plan.work.append(Work(sequence, count))
+            budget -= count
+        return budget
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        while self._waiting and self._num_scheduled() < self._limits.max_num_seqs:
+            sequence = self._waiting[0]
+            adopts = sequence.mode == "decode" and not sequence.resumed
+            if not (adopts or budget) or not self._claim(sequence, share=not adopts):
+                break
+            self._waiting.popleft()
+            if adopts:
+                sequence.state = State.ADOPTED
+                plan.adopted.append(sequence)
+                continue
+            self._run(sequence)
+            if sequence.num_computed:
+                plan.cached.append(sequence)
+            count = min(sequence.remaining, budget)
+            plan.work.append(Work(sequence, count))
+            budget -= count
+
+    # ---- blocks -----------------------------------------------------------------------------
+
+    def _claim(self, sequence: Sequence, share: bool) -> bool:
+        """Blocks for all tokens it has, leading ones from the prefix cache if it may share."""
+        needed = -(-len(sequence.tokens) // self._limits.block_size)
+        shared = self._match(sequence) if share else []
+        for block in shared:
+            self.blocks.retain(block)
+        # Each growing sequence keeps a block to grow into, else this one would soon be put back.
+        growing = sum(s.mode != "prefill" for s in self._sequences.values() if s.blocks)
+        own = None
+        if needed - len(shared) + growing <= self.blocks.available:
+            own = self.blocks.allocate(needed - len(shared))
+        if own is None:
+            self.blocks.release(shared)
+            return False
+        sequence.blocks = shared + own
+        sequence.num_computed = len(shared) * self._limits.block_size
+        sequence.num_indexed = len(shared)
+        if not sequence.preemptions:
+            sequence.cached_tokens = sequence.num_computed
+        return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of all but its last token, so that at least one token is computed."""
+        if not self._prefix_cache:
+            return []
+        size = self._limits.block_size
+        hashes = block_hashes(sequence.tokens, size, sequence.hashes)
+        return self._index.match(hashes[: (len(sequence.tokens) - 1) // size])
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """A block for its next token. May put back later sequences, last this one itself: False."""
+        if sequence.num_computed < len(sequence.blocks) * self._limits.block_size:
+            return True
+        while (block := self.blocks.allocate(1)) is None:
+            victim = next(s for s in reversed(self._running) if s.preemptible)
+            self._put_back(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += block
+        return True
+
+    def _put_back(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free(sequence)
+        sequence.state = State.WAITING
+        sequence.num_computed = 0
+        sequence.num_indexed = 0
+        insort(self._waiting, sequence, key=lambda s: s.order)
+        sequence.preemptions += 1
+        self.preemptions += 1
+
+    def _index_blocks(self, sequence: Sequence) -> None:
+        """Offers blocks that became full to the prefix index."""
+        if not self._prefix_cache:
+            return
+        full = sequence.num_computed // self._limits.block_size
+        if full == sequence.num_indexed:
+            return
+        hashes = block_hashes(sequence.tokens, self._limits.block_size, sequence.hashes)
+        for number in range(sequence.num_indexed, full):
+            block = sequence.blocks[number]
+            if self._index.insert(hashes[number], block):
+                self.blocks.mark_reusable(block)
+        sequence.num_indexed = full
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        insort(self._running, sequence, key=lambda s: s.order)
+
+    def _free(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _num_scheduled(self) -> int:
+        """Sequences that run or soon will: all but the waiting and the held ones."""
+        return sum(s.state in (State.RUNNING, State.ADOPTED) for s in self._sequences.values())

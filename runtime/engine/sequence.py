@@ -1,0 +1,95 @@
+"""One request inside the engine, and one piece of work on it.
+
+Plain state: the scheduler changes it, the runner and the core read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from runtime.engine.contract import EngineRequest, Mode
+from runtime.protocol import RequestId, SamplingParams
+
+
+class State(Enum):
+    WAITING = auto()
+    """In the queue, holds no blocks."""
+    ADOPTED = auto()
+    """Mode decode: holds blocks that someone else fills; waits for resume."""
+    RUNNING = auto()
+    HELD = auto()
+    """Mode prefill: computed; holds its blocks until dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """KV of the first `num_computed` of `tokens` is final, in `blocks`."""
+
+    id: RequestId
+    mode: Mode
+    params: SamplingParams
+    prompt_len: int
+    tokens: list[int]
+    """The prompt, then the output so far."""
+    order: int
+    """Of arrival: earlier ones are served first and preempted last."""
+    limit: int
+    """Tokens, prompt and output, after which it must end."""
+    submitted: float
+
+    # Set by the scheduler.
+    state: State = State.WAITING
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    num_indexed: int = 0
+    """Leading blocks that were offered to the prefix index."""
+    cached_tokens: int = 0
+    preemptions: int = 0
+    resumed: bool = False
+    """Mode decode: its prompt's KV was handed over once."""
+
+    # Set by the core, for the timings.
+    started: float | None = None
+    announced: bool = False
+    """The first Produced was emitted."""
+
+    @classmethod
+    def of(cls, request: EngineRequest, order: int, limit: int, now: float) -> Sequence:
+        return cls(
+            id=request.id,
+            mode=request.mode,
+            params=request.params,
+            prompt_len=len(request.prompt),
+            tokens=list(request.prompt),
+            order=order,
+            limit=limit,
+            submitted=now,
+        )
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def preemptible(self) -> bool:
+        """Nobody else reads or writes its blocks, so they can be taken and computed again."""
+        return self.state is State.RUNNING and self.mode != "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute KV of the next `count` tokens of a sequence; sample when they are the last it has."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.count == self.sequence.remaining

@@ -1,0 +1,263 @@
+"""One engine step: schedule, run, postprocess; and what requests do between steps.
+
+Owns the life of a request inside the engine and the events it gives rise to. Single-threaded:
+knows no locks and no loop (core.py), no model (runner.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from runtime.engine.contract import (
+    Adopted,
+    Computed,
+    EngineEvent,
+    EngineFailed,
+    EngineRequest,
+    EngineStats,
+    Produced,
+)
+from runtime.engine.finish import finish_reason
+from runtime.engine.sampler import is_plain, sample
+from runtime.engine.scheduler import Limits, Plan, Scheduler
+from runtime.engine.sequence import Sequence, Work
+from runtime.protocol import FinishReason, OutputToken, RequestId
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner(Protocol):
+    """What a step needs of the model; tests put a small fake here."""
+
+    def run(self, work: list[Work]) -> Tensor:
+        """Computes the work's KV. Logits [n, vocab]: a row for each work that samples, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a request must keep to."""
+
+    context: int
+    """Tokens, prompt and output, that the model and the configuration allow."""
+    capacity: int
+    """Tokens whose KV the pool holds."""
+    vocab: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Stepper:
+    def __init__(
+        self,
+        num_blocks: int,
+        limits: Limits,
+        prefix_cache: bool,
+        bounds: Bounds,
+        runner: ModelRunner,
+    ) -> None:
+        self._scheduler = Scheduler(num_blocks, limits, prefix_cache)
+        self._num_blocks = num_blocks
+        self._block_size = limits.block_size
+        self._bounds = bounds
+        self._eos: Collection[int] = frozenset(bounds.eos_token_ids)
+        self._runner = runner
+        self._arrivals = 0
+        self._events: list[EngineEvent] = []
+        self._counters = dict.fromkeys(
+            ("requests_finished", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0.0
+        )
+
+    # ---- between steps ----------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        if self._scheduler.get(request.id) is not None:
+            log.error("request %s: a second request with this id is ignored", request.id)
+            return
+        if problem := self._impossible(request):
+            self._events.append(EngineFailed(request.id, problem, 400))
+        elif self._scheduler.queue_full:
+            self._events.append(EngineFailed(request.id, "the queue of the engine is full", 503))
+        else:
+            self._arrivals += 1
+            limit = self._limit(request)
+            self._scheduler.add(Sequence.of(request, self._arrivals, limit, now))
+
+    def resume(self, request_id: RequestId, first: OutputToken) -> None:
+        sequence = self._scheduler.get(request_id)
+        if sequence is None:
+            return  # dropped meanwhile
+        self._scheduler.resume(sequence, first.token)
+        # Prefill checked this already, but this instance's pool may allow less.
+        if reason := self._finish_reason(sequence, first.token):
+            self._events.append(Produced(request_id, (), reason))
+            self._end(sequence)
+
+    def drop(self, request_id: RequestId) -> None:
+        sequence = self._scheduler.get(request_id)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_active,
+            device_blocks_total=self._num_blocks,
+            device_blocks_held=scheduler.blocks.held,
+            device_blocks_cached=scheduler.blocks.cached,
+            counters={**self._counters, "preemptions": float(scheduler.preemptions)},
+        )
+
+    def take_events(self) -> list[EngineEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def step(self, flush: Callable[[], None]) -> bool:
+        """False when there was nothing to do. `flush` lets events out before the long part."""
+        plan = self._scheduler.schedule()
+        self._announce(plan)
+        flush()
+        if plan.work:
+            self._postprocess(self._run(plan.work))
+            self._counters["steps"] += 1
+        return bool(plan.work or plan.adopted)
+
+    def _announce(self, plan: Plan) -> None:
+        now = time.monotonic()
+        for work in plan.work:
+            if work.sequence.started is None:
+                work.sequence.started = now
+        for sequence in plan.adopted:
+            self._events.append(Adopted(sequence.id, tuple(sequence.blocks)))
+        for sequence in plan.cached:
+            self._tell_computed(sequence)
+
+    def _run(self, works: list[Work]) -> list[tuple[Work, Tensor | None]]:
+        """The work that was done, with its row of logits if it samples."""
+        try:
+            rows = iter(self._runner.run(works))
+            return [(work, next(rows) if work.samples else None) for work in works]
+        # The per-request boundary: one request's failure is not the others'.
+        except Exception as e:
+            if len(works) > 1:
+                log.warning("a step of %d requests failed (%s): trying each alone", len(works), e)
+                return [done for work in works for done in self._run([work])]
+            log.exception("request %s: the model failed", works[0].sequence.id)
+            self._fail(works[0].sequence, f"the model failed: {type(e).__name__}")
+            return []
+
+    def _postprocess(self, done: list[tuple[Work, Tensor | None]]) -> None:
+        for work, row in done:
+            sequence = work.sequence
+            self._scheduler.computed(work)
+            if row is None:
+                self._tell_computed(sequence)
+                continue
+            token = self._sample(sequence, row)
+            if token is None:
+                self._fail(sequence, "the model's logits are not finite")
+                continue
+            sequence.tokens.append(token.token)
+            self._produced(sequence, token, self._finish_reason(sequence, token.token))
+
+    def _sample(self, sequence: Sequence, row: Tensor) -> OutputToken | None:
+        best = row.max(-1)
+        if not best.values.isfinite():
+            return None
+        if is_plain(sequence.params):
+            return OutputToken(int(best.indices))
+        prompt_len = sequence.prompt_len
+        tokens = sequence.tokens
+        return sample(row, sequence.params, tokens[:prompt_len], tokens[prompt_len:])
+
+    def _produced(
+        self, sequence: Sequence, token: OutputToken, finish: FinishReason | None
+    ) -> None:
+        self._counters["output_tokens"] += 1
+        self._events.append(
+            self._first(sequence, token, finish) or Produced(sequence.id, (token,), finish)
+        )
+        if sequence.mode == "prefill":
+            self._tell_computed(sequence)
+            self._scheduler.hold(sequence)
+            self._counters["requests_finished"] += 1
+        elif finish:
+            self._end(sequence)
+
+    def _first(
+        self, sequence: Sequence, token: OutputToken, finish: FinishReason | None
+    ) -> Produced | None:
+        """The Produced of output token 0, with the timings of its computation."""
+        if sequence.num_output != 1:
+            return None
+        assert sequence.started is not None
+        self._counters["prompt_tokens"] += sequence.prompt_len
+        self._counters["cached_tokens"] += sequence.cached_tokens
+        return Produced(
+            sequence.id,
+            (token,),
+            finish,
+            cached_tokens=sequence.cached_tokens,
+            queue_s=sequence.started - sequence.submitted,
+            prefill_s=time.monotonic() - sequence.started,
+        )
+
+    # ---- small parts ------------------------------------------------------------------------
+
+    def _tell_computed(self, sequence: Sequence) -> None:
+        if sequence.mode == "prefill":
+            tokens = sequence.num_computed
+            blocks = sequence.blocks[: -(-tokens // self._block_size)]
+            self._events.append(Computed(sequence.id, tokens, tuple(blocks)))
+
+    def _end(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._counters["requests_finished"] += 1
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._scheduler.remove(sequence)
+        self._events.append(EngineFailed(sequence.id, message, 500))
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        return finish_reason(
+            sequence.params,
+            token,
+            sequence.num_output,
+            len(sequence.tokens),
+            sequence.limit,
+            self._eos,
+        )
+
+    def _limit(self, request: EngineRequest) -> int:
+        """A prefill instance's small pool must not end what decode could continue."""
+        context = self._bounds.context
+        return context if request.mode == "prefill" else min(context, self._bounds.capacity)
+
+    def _impossible(self, request: EngineRequest) -> str:
+        """Why this request can never be served; empty when it can."""
+        count, limit = len(request.prompt), self._limit(request)
+        if count == 0:
+            return "the prompt is empty"
+        if request.params.max_tokens < 1:
+            return f"max_tokens is {request.params.max_tokens}, and must be at least 1"
+        if count >= self._bounds.context:
+            return (
+                f"the prompt has {count} tokens, but the context holds {self._bounds.context} "
+                "and at least one is for the output"
+            )
+        if count > self._bounds.capacity or count >= limit:
+            return (
+                f"the prompt has {count} tokens, but the KV cache of this instance holds "
+                f"{self._bounds.capacity}"
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._bounds.vocab:
+            return f"the prompt has token ids outside 0..{self._bounds.vocab - 1}"
+        return ""
