@@ -61,6 +61,7 @@ _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number of seconds",
+    "finite_number": "a number of seconds",
     "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list, each item starting with `- `",
@@ -97,7 +98,8 @@ def load(path: Path) -> LoadedTopology:
     topology, found = _validate(document.data)
     if topology is not None:
         found = found + _missing_model(topology, path.parent)
-    problems += [_problem(path, document, f) for f in found]
+    unread = {p for _, p, *_ in document.problems if p}
+    problems += [_problem(path, document, f) for f in found if f.path not in unread]
     if problems or topology is None:
         raise TopologyError(problems)
     noted = tuple(str(_problem(path, document, f)) for f in _warnings(topology))

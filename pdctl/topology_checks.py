@@ -41,7 +41,7 @@ class Broken:
 
 
 def findings(topology: Topology, broken: Broken = Broken()) -> list[Finding]:
-    checks = (_hosts, _roles, _groups, _block_sizes, _ports, _addresses, _transfer)
+    checks = (_hosts, _roles, _groups, _kv_alike, _ports, _same_machine, _addresses, _transfer)
     return [finding for check in checks for finding in check(topology, broken)]
 
 
@@ -129,18 +129,26 @@ def _groups(topology: Topology, broken: Broken) -> Iterator[Finding]:
             yield Finding((*path, "env", name), what, "keep the one in secrets")
 
 
-def _block_sizes(topology: Topology, broken: Broken) -> Iterator[Finding]:
+def _kv_alike(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    """What prefill and decode compare when they meet, as far as the file tells it."""
     paired = [(p, g) for p, g in _listed(topology) if p[0] != "mixed"]
     for path, group in paired[1:]:
         first_path, first = paired[0]
-        if broken.touches((*path, "block_size")) or broken.touches((*first_path, "block_size")):
-            continue
-        if group.block_size != first.block_size:
-            where = f"{first_path[0]}[{first_path[1]}]"
+        where = f"{first_path[0]}[{first_path[1]}]"
+        if group.block_size != first.block_size and not (
+            broken.touches((*path, "block_size")) or broken.touches((*first_path, "block_size"))
+        ):
             what = f"{group.block_size} differs from {first.block_size} in {where}"
-            yield Finding(
-                (*path, "block_size"), what, "prefill and decode need the same block size"
-            )
+            yield Finding((*path, "block_size"), what, "prefill and decode need the same one")
+        if bool(group.devices) != bool(first.devices) and not (
+            topology.dtype != "auto"
+            or broken.touches(("dtype",))
+            or broken.touches((*path, "devices"))
+            or broken.touches((*first_path, "devices"))
+        ):
+            what = f"a GPU would use bfloat16 and a CPU float32, and {where} has the other kind"
+            yield Finding((*path, "devices"), what, "set dtype to float32 or bfloat16 for all")
+            return
 
 
 def _ports(topology: Topology, broken: Broken) -> Iterator[Finding]:
@@ -154,17 +162,30 @@ def _ports(topology: Topology, broken: Broken) -> Iterator[Finding]:
             continue
         for purpose, port in instance.wanted_ports().items():
             key = "port" if purpose == "http" else "peer_port"
-            if port is None:
+            if port is None or broken.touches((*path, key)):
                 continue
             if port > 65535:
                 yield Finding((*path, key), f"reaches {port} for {instance.name}", "start lower")
                 break
-            owner = taken.setdefault((instance.host, port), instance.name)
-            if owner != instance.name or (
-                purpose == "peer" and port == instance.wanted_ports()["http"]
-            ):
-                what = f"port {port} of {instance.name} is taken by {owner} on host {instance.host}"
+            use = instance.name if purpose == "http" else f"{instance.name}'s peers"
+            owner = taken.setdefault((instance.host, port), use)
+            if owner != use:
+                what = f"port {port} is wanted for {use} and for {owner} on host {instance.host}"
                 yield Finding((*path, key), what, "choose another, or leave it out")
+                break
+
+
+def _same_machine(topology: Topology, broken: Broken) -> Iterator[Finding]:
+    """Two keys for one machine would hide port clashes."""
+    if broken.touches(("hosts",)):
+        return
+    first: dict[str, str] = {}
+    for key, host in topology.hosts.items():
+        address = "this machine" if host.local else str(host.address)
+        other = first.setdefault(address, key)
+        if other != key:
+            what = f"is {address}, and so is {other}"
+            yield Finding(("hosts", key), what, "keep one of them, or give the other its address")
 
 
 def _addresses(topology: Topology, broken: Broken) -> Iterator[Finding]:

@@ -57,7 +57,7 @@ def parse(text: str) -> Document:
         mark = e.problem_mark or e.context_mark
         document.problems.append((mark.line + 1 if mark else 1, (), *_syntax(e)))
     except yaml.reader.ReaderError as e:
-        what = f"holds a character that YAML does not allow: {e.character!r}"
+        what = f"holds a character that YAML does not allow: {_character(e.character)}"
         document.problems.append((text.count("\n", 0, e.position) + 1, (), what, ""))
     except RecursionError:
         document.problems.append((1, (), "is nested too deeply to be a topology", ""))
@@ -73,9 +73,13 @@ def _syntax(e: yaml.MarkedYAMLError) -> tuple[str, str]:
     if "mapping values are not allowed" in problem:
         return (
             f"not valid YAML: {problem}",
-            "check the indentation, or quote a value with `: ` in it",
+            "check the indentation, or quote a value holding `: `",
         )
     return f"not valid YAML: {problem}", "check the indentation and quotes near this line"
+
+
+def _character(found: int | str | bytes) -> str:
+    return repr(chr(found) if isinstance(found, int) else found)
 
 
 class _Reader:
@@ -160,9 +164,7 @@ class _Reader:
         try:
             value = self._scalar(node)
         except (yaml.constructor.ConstructorError, ValueError):
-            self._problem(
-                node, path, f"cannot be read as {node.tag}", "remove the tag, or quote it"
-            )
+            self._problem(node, path, f"cannot be read as {node.tag}", "remove the tag or quote it")
             return None
         if isinstance(value, str | int | float | None) and isinstance(value, Hashable):
             return value
