@@ -1,0 +1,77 @@
+"""The transport contract: how bytes get from prefill's pool into reserved blocks of decode's CPU
+buffer.
+
+A Sender and a Receiver belong to one session between one prefill and one decode instance. Blocks of
+a nonce are put in the order in which they were reserved, whole blocks at a time. tests/contract/
+holds every transport to this file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.kv.region import Region
+
+PathKind = Literal["shm", "tcp"]
+
+Runs = NDArray[np.int64]
+"""(n, 3): source offset, destination offset, length in bytes; as `copy_runs` takes them."""
+
+
+class Sender(ABC):
+    """Prefill's end."""
+
+    path: ClassVar[PathKind]
+    put_lands: ClassVar[bool]
+    """The bytes are in place when `put` returns; otherwise only the receiver knows."""
+
+    @abstractmethod
+    def put(self, nonce: int, source: Region, runs: Runs) -> int:
+        """Copy or send the runs; blocks, with the interpreter lock released. One thread at a time.
+
+        Returns the bytes. Raises TransferError; whether or not it does, this put writes nothing
+        afterwards.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """From any thread: a waiting put soon ends with TransferError, and so does each later one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the sender holds. Only after the last put has returned. Idempotent."""
+
+
+class Receiver(ABC):
+    """Decode's end. For the asyncio thread; no method waits for the peer."""
+
+    path: ClassVar[PathKind]
+
+    @abstractmethod
+    def expect(self, nonce: int, blocks: tuple[int, ...]) -> None:
+        """From now on bytes for `nonce` may land in these blocks."""
+
+    @abstractmethod
+    def landed(self, nonce: int, reported: int) -> int:
+        """How many of the first blocks hold their final bytes, given how many the sender has
+        reported.
+        """
+
+    @abstractmethod
+    def revoke(self, nonce: int) -> bool:
+        """Nothing for `nonce` is wanted any more. True: from now on its blocks are never written.
+
+        False: a writer may be at them until it sends a terminal message or `writer_gone` is True.
+        """
+
+    @abstractmethod
+    def writer_gone(self) -> bool:
+        """Proven: nothing of this session is written any more. Stays True."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End of the session. Idempotent; ask `writer_gone` afterwards."""

@@ -1,0 +1,118 @@
+"""What decode remembers of one request, and what can be read off it. DecodeHandoff changes it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from runtime.errors import Leg
+from runtime.kv.buffer import Reservation
+from runtime.kv.swap import Copy
+from runtime.link import Link
+from runtime.protocol import FirstToken, Generate, KvReady, PeerReply, Served, Welcome
+from runtime.transfer.base import Receiver
+from runtime.transfer.reservations import Waiter, Writer
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSession:
+    """One control session with a prefill peer, from its Welcome on."""
+
+    peer: str
+    welcome: Welcome
+    link: Link[PeerReply]
+    writer: Writer
+    requests: dict[int, DecodeRequest] = field(default_factory=dict)
+    """By nonce: asked of the peer, and their KV not all in the device pool yet."""
+    up: bool = False
+    """The path was tested; requests may use it."""
+
+    @property
+    def path(self) -> str:
+        return self.welcome.path
+
+    @property
+    def receiver(self) -> Receiver:
+        return self.writer.receiver
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """States in order: waiting, prefilling, landing, decoding; `over` once the front had its last
+    message.
+    """
+
+    message: Generate
+    session: DecodeSession
+    num_blocks: int
+    arrived: float
+    deadline: float
+    waiter: Waiter | None = None
+    reserve_timer: asyncio.TimerHandle | None = None
+    deadline_timer: asyncio.TimerHandle | None = None
+    reservation: Reservation | None = None
+    granted: float = 0.0
+    submitted: bool = False
+    """The engine knows the id."""
+    device_blocks: tuple[int, ...] | None = None
+    landed: int = 0
+    """The first blocks that hold final bytes in the buffer,"""
+    queued: int = 0
+    """that were given to the copy lane,"""
+    copied: int = 0
+    """that are in the device pool."""
+    copies: set[Copy] = field(default_factory=set)
+    first: FirstToken | None = None
+    ready: KvReady | None = None
+    """Set once prefill has put everything; over tcp some of it may still be on its way."""
+    ready_at: float = 0.0
+    landed_at: float = 0.0
+    resumed_at: float = 0.0
+    over: bool = False
+
+    @property
+    def resumed(self) -> bool:
+        return self.resumed_at > 0
+
+    @property
+    def nonce(self) -> int:
+        assert self.reservation is not None
+        return self.reservation.nonce
+
+    @property
+    def all_landed(self) -> bool:
+        """Every byte was put and has arrived: the peer is not needed any more."""
+        return self.ready is not None and self.landed == self.num_blocks
+
+    @property
+    def leg(self) -> Leg:
+        """Whom the request is waiting for."""
+        if self.reservation is None or self.all_landed:
+            return "decode"
+        return "prefill" if self.first is None else "transfer"
+
+    def served(self, instance: str, now: float) -> Served:
+        """As far as known now."""
+        stages = {"reserve": self.granted - self.arrived}
+        cached = 0
+        if self.first:
+            cached = self.first.cached_tokens
+            stages["prefill_queue"] = self.first.queue_s
+            stages["prefill"] = self.first.prefill_s
+        kv_bytes = 0
+        if self.ready and self.resumed:
+            kv_bytes = self.ready.nbytes
+            # Two durations, each on one clock: prefill's to its last put, ours until the bytes were
+            # here.
+            stages["transfer"] = self.ready.transfer_s + (self.landed_at - self.ready_at)
+            stages["swap_in"] = self.resumed_at - self.landed_at
+            stages["decode"] = now - self.resumed_at
+        return Served(
+            prefill=self.session.peer,
+            decode=instance,
+            path=self.session.path,
+            kv_bytes=kv_bytes,
+            prompt_tokens=len(self.message.prompt),
+            cached_tokens=cached,
+            stages=stages,
+        )

@@ -1,0 +1,380 @@
+"""Prefill's half of the hand-over: compute a prompt for a decode instance and put its KV into that
+one's buffer.
+
+Owns each request from `Prefill` to exactly one terminal message, which is only sent when no put for
+it can run any more. Sockets and sessions' beginnings belong to peer_server. Runs on the asyncio
+thread; nothing here waits except `end_session`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from runtime.engine.contract import (
+    Computed,
+    EngineControl,
+    EngineEvent,
+    EngineFailed,
+    EngineRequest,
+    Produced,
+)
+from runtime.errors import TransferError
+from runtime.kv.region import Region
+from runtime.kv.swap import Copy, CopyLane, split_blocks
+from runtime.link import Link, LinkClosed
+from runtime.protocol import (
+    Cancel,
+    FirstToken,
+    Hello,
+    KvProgress,
+    KvReady,
+    Ledger,
+    PathTest,
+    PeerReply,
+    PeerRequest,
+    PeerState,
+    Ping,
+    Pong,
+    Prefill,
+    PrefillFailed,
+    Released,
+    RequestId,
+)
+from runtime.transfer.base import Sender
+from runtime.transfer.tcp import STALL_S
+
+_log = logging.getLogger(__name__)
+
+
+class ProtocolViolation(TransferError):
+    """The peer sent what no peer of ours sends: its session ends."""
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One request for a decode instance."""
+
+    message: Prefill
+    session: PrefillSession
+    engine_id: RequestId
+    deadline: asyncio.TimerHandle | None = None
+    source: tuple[int, ...] = ()
+    queued: int = 0
+    """The first blocks that were given to the lane,"""
+    put: int = 0
+    """that are put."""
+    copies: set[Copy] = field(default_factory=set)
+    in_engine: bool = True
+    computed_at: float = 0.0
+    stopped: bool = False
+    """No further put starts; `answer` goes out when the running one has ended."""
+    answer: KvReady | PrefillFailed | Released | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSession:
+    """One control session of a decode instance."""
+
+    number: int
+    hello: Hello
+    link: Link[PeerRequest]
+    lane: CopyLane
+    sender: Sender | None
+    """None: tcp, and the data connection has not come yet."""
+    outgoing: dict[int, Outgoing] = field(default_factory=dict)
+    last_nonce: int = 0
+    lost: bool = False
+
+
+class PrefillHandoff:
+    def __init__(self, engine: EngineControl) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._engine = engine
+        self._layout = engine.layout
+        self._by_engine_id: dict[RequestId, Outgoing] = {}
+        self._sessions: dict[int, PrefillSession] = {}
+        self.counters: defaultdict[str, float] = defaultdict(float)
+
+    # ---- sessions -------------------------------------------------------------------------------
+
+    def open_session(self, session: PrefillSession) -> None:
+        self._sessions[session.number] = session
+
+    def session(self, number: int) -> PrefillSession | None:
+        return self._sessions.get(number)
+
+    def sessions_of(self, instance: str) -> list[PrefillSession]:
+        return [s for s in self._sessions.values() if s.hello.instance == instance]
+
+    async def end_session(self, session: PrefillSession) -> bool:
+        """The fence: when this returns True, nothing of the session is written any more."""
+        if not session.lost:
+            session.lost = True
+            if session.sender:
+                session.sender.abort()
+            for outgoing in list(session.outgoing.values()):
+                self._stop(outgoing, None)
+            session.lane.close()
+        # A put of shared memory is at most one piece from its end, one over tcp was woken by the
+        # abort.
+        if not await session.lane.wait_closed(STALL_S):
+            _log.error("session %d: a put does not end", session.number)
+            return False
+        self._sessions.pop(session.number, None)
+        if session.sender:
+            session.sender.close()
+        return True
+
+    # ---- from the peer --------------------------------------------------------------------------
+
+    def on_peer(self, session: PrefillSession, message: PeerRequest) -> None:
+        """Raises ProtocolViolation, after which the caller ends the session."""
+        if session.lost:
+            return
+        if isinstance(message, Ping):
+            self._tell(session, Pong(message.seq))
+        elif isinstance(message, Prefill):
+            self._use_nonce(session, message.nonce)
+            self._prefill(session, message)
+        elif isinstance(message, Cancel):
+            # Unknown: its terminal message is on the way and answers this one.
+            if outgoing := session.outgoing.get(message.nonce):
+                self._stop(outgoing, Released(message.nonce))
+        elif isinstance(message, PathTest):
+            self._use_nonce(session, message.nonce)
+            self._path_test(session, message)
+        else:
+            raise ProtocolViolation(f"{type(message).__name__} in the middle of a session")
+
+    def _use_nonce(self, session: PrefillSession, nonce: int) -> None:
+        if nonce <= session.last_nonce:
+            raise ProtocolViolation(f"nonce {nonce} after {session.last_nonce}")
+        session.last_nonce = nonce
+
+    def _prefill(self, session: PrefillSession, message: Prefill) -> None:
+        if why := self._refusal(session, message):
+            _log.error("%s: refused: %s", message.id, why)
+            failed = PrefillFailed(nonce=message.nonce, message=why, status=400, leg="prefill")
+            self._tell(session, failed)
+            return
+        # Unique here also when two decode instances, or a retry, use the same request id.
+        engine_id = RequestId(f"{message.id}@{session.number}.{message.nonce}")
+        outgoing = Outgoing(message, session, engine_id)
+        session.outgoing[message.nonce] = outgoing
+        self._by_engine_id[engine_id] = outgoing
+        outgoing.deadline = self._loop.call_later(message.deadline_s, self._expire, outgoing)
+        self._engine.submit(EngineRequest(engine_id, message.prompt, message.params, "prefill"))
+
+    def _refusal(self, session: PrefillSession, message: Prefill) -> str:
+        if session.sender is None:
+            return "the data connection is not open"
+        wanted = self._layout.blocks_for(len(message.prompt))
+        if not message.blocks or len(message.blocks) != wanted:
+            return f"{len(message.blocks)} blocks for a prompt that needs {wanted}"
+        blocks = message.blocks
+        room = self._blocks_of(session)
+        if min(blocks) < 0 or max(blocks) >= room or len(set(blocks)) != wanted:
+            return f"blocks that are not {wanted} different ones of the buffer's {room}"
+        return ""
+
+    def _blocks_of(self, session: PrefillSession) -> int:
+        return self._layout.num_blocks_in(session.hello.segment_bytes)
+
+    def _path_test(self, session: PrefillSession, message: PathTest) -> None:
+        """Put real bytes where the peer will look for them, on the lane that all KV takes."""
+        nonce, size, sender = message.nonce, self._layout.block_bytes, session.sender
+        if (
+            sender is None
+            or not message.pattern
+            or not 0 <= message.block < self._blocks_of(session)
+        ):
+            why = "path test without a data connection, a pattern or a block of the buffer"
+            self._tell(session, PrefillFailed(nonce=nonce, message=why, status=400, leg="transfer"))
+            return
+        repeats = -(-size // len(message.pattern))
+        data = ctypes.create_string_buffer((message.pattern * repeats)[:size], size)
+        runs = self._layout.block_runs([0], [message.block])
+
+        def put() -> None:
+            sender.put(nonce, Region(ctypes.addressof(data), size), runs)
+
+        def end(error: TransferError | None) -> None:
+            if error:
+                self._tell(
+                    session,
+                    PrefillFailed(nonce=nonce, message=str(error), status=502, leg="transfer"),
+                )
+            elif not session.lost:
+                self._tell(session, KvReady(nonce=nonce, nbytes=size, transfer_s=0.0))
+
+        session.lane.submit(Copy([put], lambda _: None, end))
+
+    def _tell(self, session: PrefillSession, message: PeerReply) -> None:
+        if session.lost:
+            return
+        try:
+            session.link.send(message)
+        except LinkClosed:
+            # The session's receive loop sees the same and ends the session.
+            _log.debug("session %d: link closed while sending", session.number)
+
+    # ---- from the engine ------------------------------------------------------------------------
+
+    def on_engine(self, event: EngineEvent) -> None:
+        outgoing = self._by_engine_id.get(event.id)
+        if outgoing is None:
+            return
+        if isinstance(event, EngineFailed):
+            outgoing.in_engine = False
+            self._fail(outgoing, event.message, event.status)
+        elif outgoing.stopped:
+            return
+        elif isinstance(event, Produced):
+            self._on_first(outgoing, event)
+        elif isinstance(event, Computed):
+            self._on_computed(outgoing, event)
+
+    def _on_first(self, outgoing: Outgoing, event: Produced) -> None:
+        outgoing.computed_at = self._loop.time()
+        nonce = outgoing.message.nonce
+        self._tell(
+            outgoing.session,
+            FirstToken(
+                nonce=nonce,
+                token=event.tokens[0],
+                finish=event.finish,
+                cached_tokens=event.cached_tokens,
+                queue_s=event.queue_s,
+                prefill_s=event.prefill_s,
+            ),
+        )
+        if event.finish is not None:
+            self._stop(outgoing, Released(nonce))
+
+    def _on_computed(self, outgoing: Outgoing, event: Computed) -> None:
+        """Put what is final: full blocks while the prompt is under way, the last partial one at its
+        end.
+        """
+        message, session = outgoing.message, outgoing.session
+        outgoing.source = event.blocks
+        done = event.num_tokens >= len(message.prompt)
+        stop = len(message.blocks) if done else event.num_tokens // self._layout.block_size
+        start = outgoing.queued
+        if stop <= start:
+            return
+        outgoing.queued = stop
+        cuts = split_blocks(start, stop, self._layout.block_bytes)
+        sender, pool = session.sender, self._engine.pool
+        assert sender is not None
+
+        def piece(at: int, end: int) -> None:
+            runs = self._layout.block_runs(event.blocks[at:end], message.blocks[at:end])
+            sender.put(message.nonce, pool, runs)
+
+        copy = Copy(
+            [partial(piece, at, end) for at, end in cuts],
+            lambda done: self._on_put(outgoing, cuts[done - 1][1]),
+            lambda error: self._on_put_end(outgoing, copy, error),
+        )
+        outgoing.copies.add(copy)
+        session.lane.submit(copy)
+
+    # ---- from the lane --------------------------------------------------------------------------
+
+    def _on_put(self, outgoing: Outgoing, blocks: int) -> None:
+        outgoing.put = blocks
+        session, message = outgoing.session, outgoing.message
+        assert session.sender is not None
+        # The last blocks are told by KvReady.
+        if session.sender.put_lands and not outgoing.stopped and blocks < len(message.blocks):
+            self._tell(session, KvProgress(message.nonce, blocks))
+
+    def _on_put_end(self, outgoing: Outgoing, copy: Copy, error: TransferError | None) -> None:
+        outgoing.copies.discard(copy)
+        message = outgoing.message
+        if outgoing.stopped:
+            self._close_if_quiet(outgoing)
+        elif error is not None:
+            self._stop(
+                outgoing,
+                PrefillFailed(nonce=message.nonce, message=str(error), status=502, leg="transfer"),
+            )
+        elif outgoing.put == len(message.blocks):
+            nbytes = len(message.blocks) * self._layout.block_bytes
+            seconds = self._loop.time() - outgoing.computed_at
+            assert outgoing.session.sender is not None
+            self.counters["transfers"] += 1
+            self.counters["transfer_seconds"] += seconds
+            self.counters[f"kv_bytes_{outgoing.session.sender.path}"] += nbytes
+            answer = KvReady(nonce=message.nonce, nbytes=nbytes, transfer_s=seconds)
+            self._stop(outgoing, answer)
+
+    # ---- the ways out ---------------------------------------------------------------------------
+
+    def _expire(self, outgoing: Outgoing) -> None:
+        text = f"not done within {outgoing.message.deadline_s:g} s"
+        self._fail(outgoing, text, 504)
+
+    def _fail(self, outgoing: Outgoing, text: str, status: int) -> None:
+        leg: Literal["prefill", "transfer"] = "transfer" if outgoing.computed_at else "prefill"
+        _log.warning("%s: failed (%d, %s): %s", outgoing.engine_id, status, leg, text)
+        nonce = outgoing.message.nonce
+        self._stop(outgoing, PrefillFailed(nonce=nonce, message=text, status=status, leg=leg))
+
+    def _stop(self, outgoing: Outgoing, answer: KvReady | PrefillFailed | Released | None) -> None:
+        """End the request with this answer (None: the session is gone), once no put runs. First
+        call wins.
+        """
+        if outgoing.stopped:
+            return
+        outgoing.stopped = True
+        outgoing.answer = answer
+        if isinstance(answer, PrefillFailed):
+            self.counters["transfer_failures"] += 1
+        if outgoing.deadline:
+            outgoing.deadline.cancel()
+        for copy in outgoing.copies:
+            copy.cancel()
+        self._close_if_quiet(outgoing)
+
+    def _close_if_quiet(self, outgoing: Outgoing) -> None:
+        if outgoing.copies:
+            return
+        session = outgoing.session
+        session.outgoing.pop(outgoing.message.nonce, None)
+        self._by_engine_id.pop(outgoing.engine_id, None)
+        if outgoing.answer is not None:
+            self._tell(session, outgoing.answer)
+        if outgoing.in_engine:
+            outgoing.in_engine = False
+            self._engine.drop(outgoing.engine_id)
+
+    # ---- what is held ---------------------------------------------------------------------------
+
+    def ledger(self) -> Ledger:
+        engine = self._engine.stats()
+        return Ledger(
+            requests=len(self._by_engine_id),
+            waiting=engine.waiting,
+            running=engine.running,
+            device_blocks=engine.device_blocks_held,
+            outgoing=len(self._by_engine_id),
+            copies=sum(session.lane.pending for session in self._sessions.values()),
+        )
+
+    def peers(self) -> dict[str, PeerState]:
+        return {
+            s.hello.instance: PeerState(
+                name=s.hello.instance,
+                path=s.sender.path if s.sender else None,
+                incarnation=s.hello.incarnation,
+            )
+            for s in self._sessions.values()
+            if not s.lost
+        }

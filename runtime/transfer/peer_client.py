@@ -1,0 +1,275 @@
+"""Decode's side of the sessions with one prefill peer: dial, prove, test the path, watch, dial
+again.
+
+Owns the connections and their deadlines, and tells DecodeHandoff when a session is welcomed, up and
+lost. A session counts as up only after real bytes of a path test were found in the buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from dataclasses import dataclass, field
+
+from runtime.config import Address, PeerConfig
+from runtime.errors import RuntimeFailure, TransferError
+from runtime.kv.buffer import Reservation
+from runtime.kv.swap import Post
+from runtime.link import Link, LinkClosed, authenticate_client
+from runtime.protocol import (
+    Hello,
+    HelloData,
+    KvReady,
+    PathTest,
+    PeerReply,
+    Ping,
+    Pong,
+    PrefillFailed,
+    Refused,
+    Released,
+    Welcome,
+)
+from runtime.transfer.base import Receiver
+from runtime.transfer.decode_request import DecodeSession
+from runtime.transfer.handoff_decode import DecodeHandoff
+from runtime.transfer.identity import ProcessIdentity
+from runtime.transfer.reservations import Waiter, Writer
+from runtime.transfer.shm import ShmReceiver
+from runtime.transfer.tcp import TcpEvents, TcpReceiver, detach, memory
+
+_log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+# Prefill may first have to fence an older session and to map a buffer of many gigabytes.
+WELCOME_S = 30.0
+PATH_TEST_S = 15.0
+PING_S = 0.5
+SILENCE_S = 5.0
+_BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.0)
+_PATTERN_BYTES = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Session(DecodeSession):
+    """With what only this file needs."""
+
+    writer_stream: asyncio.StreamWriter = field(kw_only=True)
+    heard: float = field(kw_only=True)
+    test_nonce: int = 0
+    test_answer: asyncio.Future[PeerReply] | None = None
+    why_lost: str = ""
+
+    def abort(self, why: str) -> None:
+        """End the session: its receive loop sees a closed connection at once, whatever is still
+        unsent.
+        """
+        self.why_lost = self.why_lost or why
+        self.writer_stream.transport.abort()
+
+
+class PeerClient:
+    def __init__(
+        self, peer: PeerConfig, hello: Hello, token: bytes, handoff: DecodeHandoff, post: Post
+    ) -> None:
+        self._peer = peer
+        self._hello = hello
+        self._token = token
+        self._handoff = handoff
+        self._buffer = handoff.reservations.buffer
+        self._post = post
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Keep a session with the peer, for as long as the instance lives."""
+        attempt = 0
+        while True:
+            reason = "not connected"
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    session = await self._open(stack)
+                    if await self._serve(session):
+                        attempt = 0
+                    reason = session.why_lost
+            except TimeoutError:
+                reason = f"{self._peer.address}: no answer in time"
+            except (RuntimeFailure, OSError) as e:
+                reason = f"{self._peer.address}: {e}"
+            self._handoff.peer_down(self._peer.name, reason)
+            await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+            attempt += 1
+
+    # ---- opening --------------------------------------------------------------------------------
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> _Session:
+        async with asyncio.timeout(CONNECT_S):
+            link, stream = await self._dial(stack)
+        link.send(self._hello)
+        async with asyncio.timeout(WELCOME_S):
+            welcome = await link.receive()
+        if isinstance(welcome, Refused):
+            raise TransferError(f"refused ({welcome.field}): {welcome.message}")
+        if not isinstance(welcome, Welcome):
+            raise LinkClosed(f"{type(welcome).__name__} instead of Welcome")
+        if welcome.instance != self._peer.name:
+            raise TransferError(f"this is {welcome.instance}, not {self._peer.name}")
+        opened: list[_Session] = []
+        receiver = await self._receiver(welcome, opened)
+        writer = Writer(self._peer.name, welcome.incarnation, receiver)
+        session = _Session(
+            self._peer.name, welcome, link, writer, writer_stream=stream, heard=self._loop.time()
+        )
+        opened.append(session)
+        self._handoff.session_opened(session)
+        return session
+
+    async def _dial(
+        self, stack: contextlib.AsyncExitStack
+    ) -> tuple[Link[PeerReply], asyncio.StreamWriter]:
+        address: Address = self._peer.address
+        reader, stream = await asyncio.open_connection(address.host, address.port)
+        stack.callback(stream.transport.abort)
+        await authenticate_client(reader, stream, self._token)
+        return Link(reader, stream, PeerReply), stream
+
+    async def _receiver(self, welcome: Welcome, opened: list[_Session]) -> Receiver:
+        if welcome.path == "shm":
+            return ShmReceiver(ProcessIdentity(welcome.pid, welcome.start_ticks, welcome.boot_id))
+        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(CONNECT_S):
+            link, stream = await self._dial(stack)
+            link.send(HelloData(session=welcome.session))
+            answer = await link.receive()
+            if not isinstance(answer, Pong):
+                raise LinkClosed(f"{type(answer).__name__} to a data connection")
+            # Nothing comes on it before we ask for something: asyncio has no byte of it in a
+            # buffer.
+            sock = detach(stream.get_extra_info("socket").fileno())
+        # `opened` is filled before the first message that could lead to an event is sent.
+        events = TcpEvents(
+            self._post,
+            on_landed=lambda nonce: self._handoff.on_received(opened[0], nonce),
+            on_refused=lambda nonce, why: self._handoff.on_bad_put(opened[0], nonce, why),
+            on_closed=lambda why: opened[0].abort(why),
+        )
+        return TcpReceiver(sock, self._buffer.region, self._buffer.block_bytes, events)
+
+    # ---- an open session ------------------------------------------------------------------------
+
+    async def _serve(self, session: _Session) -> bool:
+        """Until the session is lost. Returns whether it was ever up."""
+        helpers = [
+            asyncio.create_task(self._watch(session)),
+            asyncio.create_task(self._prove(session)),
+        ]
+        was_up = False
+        try:
+            while True:
+                message = await session.link.receive()
+                session.heard = self._loop.time()
+                if session.test_answer and self._is_test_answer(session, message):
+                    if not session.test_answer.done():
+                        session.test_answer.set_result(message)
+                    continue
+                self._handoff.on_peer(session, message)
+        except LinkClosed as e:
+            session.why_lost = session.why_lost or str(e)
+        finally:
+            was_up = session.up
+            # Before anything is awaited: requests fail in the turn in which the loss was seen.
+            session.why_lost = session.why_lost or "this instance stops"
+            self._handoff.session_down(session, session.why_lost)
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+        return was_up
+
+    async def _watch(self, session: _Session) -> None:
+        seq = 0
+        while True:
+            await asyncio.sleep(PING_S)
+            if self._loop.time() - session.heard > SILENCE_S:
+                session.abort(f"silent for {SILENCE_S:g} s")
+                return
+            seq += 1
+            with contextlib.suppress(LinkClosed):  # the receive loop sees it too
+                session.link.send(Ping(seq))
+
+    # ---- the path test --------------------------------------------------------------------------
+
+    async def _prove(self, session: _Session) -> None:
+        try:
+            async with asyncio.timeout(PATH_TEST_S):
+                await self._test_path(session)
+        except TimeoutError:
+            session.abort(f"the path test got no answer within {PATH_TEST_S:g} s")
+        except (TransferError, LinkClosed) as e:
+            session.abort(f"path test over {session.path}: {e}")
+        else:
+            _log.info("%s is up over %s", session.peer, session.path)
+            self._handoff.session_up(session)
+
+    async def _test_path(self, session: _Session) -> None:
+        """Have one block of random bytes put into the buffer, and look for them there."""
+        reservation = await self._one_block()
+        nonce, block = reservation.nonce, reservation.blocks[0]
+        reservations = self._handoff.reservations
+        reservations.open_for(session.writer, reservation)
+        pattern = secrets.token_bytes(_PATTERN_BYTES)
+        session.test_nonce = nonce
+        session.test_answer = self._loop.create_future()
+        try:
+            session.link.send(PathTest(nonce=nonce, block=block, pattern=pattern))
+            answer = await session.test_answer
+            if isinstance(answer, PrefillFailed):
+                raise TransferError(answer.message)
+            if not isinstance(answer, KvReady):
+                raise TransferError("the peer gave it back unasked")
+            while session.receiver.landed(nonce, 1) < 1:
+                await asyncio.sleep(0.001)  # tcp: the answer overtook the bytes
+            self._check_block(block, pattern)
+            reservations.terminal(session.writer, nonce)
+        finally:
+            reservations.abandon(session.writer, reservation)
+            session.test_answer = None
+
+    async def _one_block(self) -> Reservation:
+        """The next block that is free: ahead of all requests, which may be waiting for this very
+        peer.
+        """
+        granted: asyncio.Future[Reservation] = self._loop.create_future()
+
+        def take(reservation: Reservation) -> None:
+            if granted.cancelled():
+                self._give_back(reservation)
+            else:
+                granted.set_result(reservation)
+
+        waiter = Waiter(1, take)
+        self._handoff.reservations.join(waiter, first=True)
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            self._handoff.reservations.leave(waiter)
+            if granted.done() and not granted.cancelled():
+                self._give_back(granted.result())
+            raise
+
+    def _give_back(self, reservation: Reservation) -> None:
+        """A block that no peer was told of."""
+        self._buffer.close_writer(reservation)
+        self._buffer.abandon(reservation)
+
+    def _check_block(self, block: int, pattern: bytes) -> None:
+        size = self._buffer.block_bytes
+        found = memory(self._buffer.region)[block * size : (block + 1) * size]
+        wanted = (pattern * (size // len(pattern) + 1))[:size]
+        if found != wanted:
+            raise TransferError("other bytes than those sent are in the buffer")
+
+    @staticmethod
+    def _is_test_answer(session: _Session, message: PeerReply) -> bool:
+        return (
+            isinstance(message, KvReady | PrefillFailed | Released)
+            and message.nonce == session.test_nonce
+        )

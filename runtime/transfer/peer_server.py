@@ -1,0 +1,233 @@
+"""Prefill's listener: decode instances connect here for control and, over tcp, with a data
+connection.
+
+Owns authentication, the checks of Hello, the choice of the path and each session's receive loop.
+What a request does belongs to handoff_prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.config import Address, TransferKind
+from runtime.errors import ConfigError, RuntimeFailure, TransferError
+from runtime.kv.swap import CopyLane, Post
+from runtime.link import Link, LinkClosed, authenticate_server
+from runtime.protocol import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloData,
+    PeerRequest,
+    Pong,
+    Refused,
+    Welcome,
+)
+from runtime.transfer.base import Sender
+from runtime.transfer.handoff_prefill import PrefillHandoff, PrefillSession
+from runtime.transfer.identity import own_identity
+from runtime.transfer.shm import ShmSender
+from runtime.transfer.tcp import TcpSender, detach
+
+_log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+SILENCE_S = 10.0
+"""Decode pings twice a second: one that is silent for this long is gone, or cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What this prefill instance is."""
+
+    deployment: str
+    instance: str
+    incarnation: str
+    fingerprint: dict[str, str | int]
+    block_bytes: int
+    transfer: TransferKind
+    token: bytes
+
+
+class _RefusedHello(RuntimeFailure):
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class PeerServer:
+    def __init__(self, local: Local, handoff: PrefillHandoff, post: Post) -> None:
+        self._local = local
+        self._identity = own_identity()
+        self._handoff = handoff
+        self._post = post
+        self._server: asyncio.Server | None = None
+        self._next_session = 0
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+
+    async def start(self, address: Address) -> int:
+        """Listen on this address only; returns the port. Raises ConfigError when that cannot be."""
+        try:
+            self._server = await asyncio.start_server(
+                self._connected, address.host, address.port, family=_family(address.host)
+            )
+        except OSError as e:
+            raise ConfigError(
+                f"peer {address}: cannot listen: {e.strerror or e}",
+                hint="choose another peer port, or stop what holds this one",
+            ) from e
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def close(self) -> None:
+        """Stop listening and end every session; returns when nothing is written any more."""
+        if self._server:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._serve(reader, writer)
+        except (LinkClosed, TransferError, TimeoutError) as e:
+            where = writer.get_extra_info("peername")
+            _log.info("connection from %s ended: %s", where, str(e) or "no answer in time")
+        except asyncio.CancelledError:
+            # Our own `close`; this task is nobody else's, so there is no one to tell.
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(HANDSHAKE_S):
+            await authenticate_server(reader, writer, self._local.token)
+            link: Link[PeerRequest] = Link(reader, writer, PeerRequest)
+            first = await link.receive()
+        if isinstance(first, HelloData):
+            await self._join(first, link, writer)
+        elif isinstance(first, Hello):
+            await self._control(first, link, writer)
+        else:
+            raise LinkClosed(f"{type(first).__name__} before Hello")
+
+    # ---- control connections --------------------------------------------------------------------
+
+    async def _control(
+        self, hello: Hello, link: Link[PeerRequest], writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            session = await self._open(hello, link, writer)
+        except _RefusedHello as e:
+            _log.error("%s refused: %s: %s", hello.instance, e.field, e)
+            link.send(Refused(e.field, str(e)))
+            async with asyncio.timeout(HANDSHAKE_S):
+                writer.close()
+                await writer.wait_closed()
+            return
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    message = await link.receive()
+                self._handoff.on_peer(session, message)
+        finally:
+            # Also when cancelled: a session is over only behind its fence.
+            self._writers.pop(session.number, None)
+            writer.transport.abort()
+            await asyncio.shield(self._handoff.end_session(session))
+            _log.info("session %d with %s ended", session.number, hello.instance)
+
+    async def _open(
+        self, hello: Hello, link: Link[PeerRequest], writer: asyncio.StreamWriter
+    ) -> PrefillSession:
+        self._check(hello)
+        # One at a time for each instance: the older session is fenced before the newer one is
+        # welcomed.
+        async with self._opening.setdefault(hello.instance, asyncio.Lock()):
+            for older in self._handoff.sessions_of(hello.instance):
+                if old_writer := self._writers.pop(older.number, None):
+                    old_writer.transport.abort()
+                if not await self._handoff.end_session(older):
+                    raise _RefusedHello("session", "the older session still writes; try again")
+            path, sender = await self._path(hello)
+            self._next_session += 1
+            lane = CopyLane(f"kv-put-{self._next_session}", self._post)
+            session = PrefillSession(self._next_session, hello, link, lane, sender)
+            self._handoff.open_session(session)
+            self._writers[session.number] = writer
+        link.send(
+            Welcome(
+                instance=self._local.instance,
+                incarnation=self._local.incarnation,
+                session=session.number,
+                path=path,
+                pid=self._identity.pid,
+                start_ticks=self._identity.start_ticks,
+                boot_id=self._identity.boot_id,
+            )
+        )
+        _log.info("session %d with %s over %s", session.number, hello.instance, path)
+        return session
+
+    def _check(self, hello: Hello) -> None:
+        local = self._local
+        pairs: list[tuple[str, object, object]] = [
+            ("version", hello.version, PROTOCOL_VERSION),
+            ("deployment", hello.deployment, local.deployment),
+        ]
+        for name in sorted(hello.fingerprint.keys() | local.fingerprint.keys()):
+            pairs.append((name, hello.fingerprint.get(name), local.fingerprint.get(name)))
+        pairs.append(("block_bytes", hello.block_bytes, local.block_bytes))
+        for field, theirs, ours in pairs:
+            if theirs != ours:
+                raise _RefusedHello(
+                    field, f"{hello.instance} has {theirs!r}, {local.instance} has {ours!r}"
+                )
+
+    async def _path(self, hello: Hello) -> tuple[Literal["shm", "tcp"], Sender | None]:
+        """The path that both sides allow; what one of them names is never replaced by another."""
+        wanted = {hello.transfer, self._local.transfer} - {"auto"}
+        if len(wanted) > 1:
+            raise _RefusedHello(
+                "transfer",
+                f"{hello.instance} wants {hello.transfer}, {self._local.instance} wants"
+                f" {self._local.transfer}",
+            )
+        if wanted == {"tcp"}:
+            return "tcp", None
+        try:
+            # In a thread: mapping, and locking, gigabytes takes a while.
+            sender = await asyncio.to_thread(ShmSender.open, hello.segment, hello.segment_bytes)
+        except TransferError as e:
+            if wanted:
+                raise _RefusedHello("transfer", f"shm was asked for: {e}") from e
+            _log.info("%s: tcp, because %s", hello.instance, e)
+            return "tcp", None
+        return "shm", sender
+
+    # ---- data connections -----------------------------------------------------------------------
+
+    async def _join(
+        self, first: HelloData, link: Link[PeerRequest], writer: asyncio.StreamWriter
+    ) -> None:
+        session = self._handoff.session(first.session)
+        if session is None or session.lost or session.sender is not None:
+            raise LinkClosed(f"a data connection for session {first.session}, which wants none")
+        # The last bytes that asyncio writes here; from now on the socket belongs to the sender.
+        link.send(Pong(first.session))
+        async with asyncio.timeout(HANDSHAKE_S):
+            await link.drain()
+        session.sender = TcpSender(detach(writer.get_extra_info("socket").fileno()))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_UNSPEC
