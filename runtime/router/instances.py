@@ -71,27 +71,33 @@ class Eligible:
 class Lease:
     """One request's share of an instance's, or a pair's, load. Call `end` exactly once."""
 
-    __slots__ = ("_decode", "_prefill", "_weight")
+    __slots__ = ("_decode", "_owes", "_prefill", "_weight")
 
     def __init__(self, decode: Instance, prefill: Instance | None, weight: int) -> None:
         self._decode = decode
-        self._prefill: Instance | None = prefill or decode
+        self._prefill = prefill
+        self._owes: Instance | None = prefill or decode
         self._weight = weight
         decode.in_flight += 1
         if prefill is not None:
             prefill.in_flight += 1
-        self._prefill.prompt_bytes += weight
+        self._owes.prompt_bytes += weight
 
     def first_byte(self) -> None:
         """The prefill leg is over."""
-        prefill, self._prefill = self._prefill, None
-        if prefill is None:
+        owes, self._owes = self._owes, None
+        if owes is None:
             return
-        prefill.prompt_bytes -= self._weight
-        if prefill is not self._decode:
-            prefill.in_flight -= 1
-            prefill.settled = min(prefill.settled, prefill.in_flight)
+        owes.prompt_bytes -= self._weight
+        if owes is self._prefill:
+            owes.in_flight -= 1
+            owes.settled = min(owes.settled, owes.in_flight)
 
-    def end(self) -> None:
+    def end(self, served: bool) -> None:
+        """`served`: both legs did their work. What failed is counted where it is blamed."""
         self.first_byte()
         self._decode.in_flight -= 1
+        if served:
+            self._decode.ok += 1
+            if self._prefill is not None:
+                self._prefill.ok += 1

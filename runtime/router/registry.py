@@ -8,7 +8,7 @@ at the same address is a new instance, and what was counted for the old one dies
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from runtime.errors import RuntimeFailure
 from runtime.protocol import PROTOCOL_VERSION, Registration
@@ -29,6 +29,15 @@ class RegistrationRefused(RuntimeFailure):
     """The router will not have this registration; answered 409."""
 
 
+def check_version(name: str, version: int) -> None:
+    """Raises RegistrationRefused. Also for a registration whose other fields cannot be read."""
+    if version != PROTOCOL_VERSION:
+        raise RegistrationRefused(
+            f"{name} speaks protocol version {version}, this router {PROTOCOL_VERSION}",
+            hint="install the same version of pdctl on all hosts",
+        )
+
+
 class Registry:
     """All state about instances. Every method is synchronous and quick."""
 
@@ -38,26 +47,21 @@ class Registry:
         self._instances: dict[str, Instance] = {}
         self._replaced: dict[str, deque[str]] = {}
         self._conflicts: dict[str, tuple[float, str]] = {}
-        self._models: set[str] = set()
+        self._models: frozenset[str] = frozenset()
         self._cache: dict[str, Eligible] = {}
 
     # ---- what instances and probes tell us --------------------------------------------------
 
     def register(self, info: Registration) -> Instance:
         """Take a registration or heartbeat. Raises RegistrationRefused and then changes nothing."""
+        check_version(info.name, info.version)
         now = self._clock()
-        if info.version != PROTOCOL_VERSION:
-            raise RegistrationRefused(
-                f"{info.name} speaks protocol version {info.version}, "
-                f"this router {PROTOCOL_VERSION}",
-                hint="install the same version of pdctl on all hosts",
-            )
         current = self._instances.get(info.name)
         if current is None or current.info.incarnation != info.incarnation:
             current = self._new_instance(info, current, now)
         current.info = info
         current.last_seen = now
-        self._models.add(info.model)
+        self._models |= {info.model}
         self._reconcile(current)
         current.links = {name for name, path in info.peers.items() if path is not None}
         self._forget(now)
@@ -133,6 +137,7 @@ class Registry:
     def suspect(self, instance: Instance) -> None:
         """A failed leg: used only where nothing better is left, for a doubling time."""
         instance.failures += 1
+        instance.failed += 1
         delay = min(BACKOFF_BASE_S * 2.0 ** min(instance.failures - 1, 10), BACKOFF_MAX_S)
         instance.suspect_until = self._clock() + delay
         self._cache.clear()
@@ -160,24 +165,25 @@ class Registry:
         cached = self._cache.get(model)
         if cached is None or now >= cached.valid_until:
             cached = self._compute(model, now)
-            self._cache[model] = cached
+            if model in self._models:  # a client's invention must not stay in memory
+                self._cache[model] = cached
         return cached
 
-    def tokenizers(self, model: str) -> Iterator[Instance]:
-        """Instances that can tokenize: any decode or mixed one, with or without a prefill peer."""
+    def tokenizers(self, model: str) -> Eligible:
+        """Who can tokenize: any decode or mixed instance, with or without a prefill peer."""
         now = self._clock()
-        for instance in self._instances.values():
-            if instance.info.role == "prefill" or instance.info.model != model:
-                continue
-            if self.state(instance, now) == "ready":
-                yield instance
+        targets = tuple(Target(i, ()) for i in self._usable(model, now) if i.info.role != "prefill")
+        return Eligible(targets, targets, now)
 
-    def _compute(self, model: str, now: float) -> Eligible:
-        usable = [
+    def _usable(self, model: str, now: float) -> list[Instance]:
+        return [
             i
             for i in self._instances.values()
             if i.info.model == model and self.state(i, now) == "ready"
         ]
+
+    def _compute(self, model: str, now: float) -> Eligible:
+        usable = self._usable(model, now)
         prefills = {i.name: i for i in usable if i.info.role == "prefill"}
         everything: list[Target] = []
         preferred: list[Target] = []
@@ -233,7 +239,7 @@ class Registry:
 
     def models(self) -> frozenset[str]:
         """Every model ever seen: one whose instances died is unavailable, not unknown."""
-        return frozenset(self._models)
+        return self._models
 
     def conflicts(self) -> dict[str, str]:
         """Name -> why a second process under it is being refused."""
