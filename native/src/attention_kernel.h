@@ -51,9 +51,10 @@ struct Tile {
   const float* v[kTile / W];
 };
 
+// Copies `dim` numbers as floats and pads them with zeros.
 template <int W, bool kBf16>
-PDCTL_INLINE void stage_row(const void* source, int64_t offset, int64_t dim, int64_t padded,
-                            float* out) {
+PDCTL_INLINE void stage(const void* source, int64_t offset, int64_t dim, int64_t padded,
+                        float* out) {
   int64_t d = 0;
   if constexpr (kBf16) {
     const uint16_t* in = static_cast<const uint16_t*>(source) + offset;
@@ -67,28 +68,45 @@ PDCTL_INLINE void stage_row(const void* source, int64_t offset, int64_t dim, int
   for (; d < padded; ++d) out[d] = 0.0f;
 }
 
-// Finds positions start .. start+count-1 of a sequence in the pool. Rows that are neighbours there
-// and need no conversion are used in place; the others are gathered into scratch.
+// Stages rows that are neighbours in the pool; without padding they are one long row.
+template <int W, bool kBf16>
+PDCTL_INLINE void stage_rows(const Attention& a, int64_t offset, int64_t rows, int64_t padded,
+                             float* out) {
+  if (padded == a.head_dim) {
+    stage<W, kBf16>(a.kv, offset, rows * padded, rows * padded, out);
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    stage<W, kBf16>(a.kv, offset + i * a.head_dim, a.head_dim, padded, out + i * padded);
+  }
+}
+
+// Finds positions start .. start+count-1 of a sequence in the pool. Where every W rows are
+// neighbours and need no conversion they are used in place; else all are gathered into scratch.
 template <int W, bool kBf16>
 PDCTL_INLINE void find_tile(const Attention& a, const int32_t* table, int64_t kv_head,
                             int64_t start, int64_t count, int64_t padded, Scratch<W>& scratch,
                             Tile<W>& tile) {
   const bool in_place = !kBf16 && padded == a.head_dim && a.block_size % W == 0;
-  for (int64_t s = 0; s * W < count; ++s) {
-    float* k = scratch.keys() + s * W * padded;
-    float* v = scratch.values() + s * W * padded;
-    const int64_t rows = in_place ? 1 : std::min<int64_t>(W, count - s * W);
-    int64_t offset = 0;
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t position = start + s * W + i;
-      offset = table[position / a.block_size] * a.block_stride + kv_head * a.head_stride +
-               position % a.block_size * a.head_dim;
-      if (in_place) continue;
-      stage_row<W, kBf16>(a.kv, offset, a.head_dim, padded, k + i * padded);
-      stage_row<W, kBf16>(a.kv, offset + a.value_stride, a.head_dim, padded, v + i * padded);
+  for (int64_t i = 0; i < count;) {
+    const int64_t block = (start + i) / a.block_size;
+    const int64_t token = (start + i) % a.block_size;
+    const int64_t rows = std::min(count - i, in_place ? W : a.block_size - token);
+    const int64_t k = table[block] * a.block_stride + kv_head * a.head_stride + token * a.head_dim;
+    const int64_t v = k + a.value_stride;
+    if (in_place) {
+      tile.k[i / W] = static_cast<const float*>(a.kv) + k;
+      tile.v[i / W] = static_cast<const float*>(a.kv) + v;
+    } else {
+      stage_rows<W, kBf16>(a, k, rows, padded, scratch.keys() + i * padded);
+      stage_rows<W, kBf16>(a, v, rows, padded, scratch.values() + i * padded);
     }
-    tile.k[s] = in_place ? static_cast<const float*>(a.kv) + offset : k;
-    tile.v[s] = in_place ? static_cast<const float*>(a.kv) + offset + a.value_stride : v;
+    i += rows;
+  }
+  if (in_place) return;
+  for (int64_t s = 0; s < kTile / W; ++s) {
+    tile.k[s] = scratch.keys() + s * W * padded;
+    tile.v[s] = scratch.values() + s * W * padded;
   }
 }
 
@@ -184,9 +202,9 @@ PDCTL_INLINE void load_queries(const Attention& a, const Group& group, int64_t k
     const int64_t offset = ((group.first + row / heads) * a.num_heads + head) * a.head_dim;
     float* query = scratch.query(row);
     if (a.query_bf16) {
-      stage_row<W, true>(a.query, offset, a.head_dim, padded, query);
+      stage<W, true>(a.query, offset, a.head_dim, padded, query);
     } else {
-      stage_row<W, false>(a.query, offset, a.head_dim, padded, query);
+      stage<W, false>(a.query, offset, a.head_dim, padded, query);
     }
     for (int64_t d = 0; d < padded; ++d) query[d] *= a.scale;
     std::fill_n(scratch.sum(row), padded, 0.0f);

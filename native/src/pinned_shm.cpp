@@ -138,8 +138,8 @@ PinnedShm PinnedShm::open(const std::string& name, size_t nbytes) {
 PinnedShm::PinnedShm(PinnedShm&& other) noexcept
     : name_(std::move(other.name_)),
       nbytes_(other.nbytes_),
-      address_(std::exchange(other.address_, nullptr)),
-      lock_(std::exchange(other.lock_, PageLock::kNone)) {}
+      address_(other.address_.exchange(nullptr)),
+      lock_(other.lock_) {}
 
 void PinnedShm::map(int fd) {
   // MAP_POPULATE: the first request must not pay for page faults.
@@ -149,7 +149,7 @@ void PinnedShm::map(int fd) {
   }
   address_ = address;
   std::string error;
-  switch (cuda_register(address_, nbytes_, &error)) {
+  switch (cuda_register(address, nbytes_, &error)) {
     case CudaHost::kRegistered:
       lock_ = PageLock::kCuda;
       return;
@@ -158,16 +158,15 @@ void PinnedShm::map(int fd) {
            "cannot register " + std::to_string(nbytes_) + " bytes with the GPU driver: " + error);
     case CudaHost::kAbsent:
       // Best effort: without a GPU a page that moves costs time, never correctness.
-      if (::mlock(address_, nbytes_) == 0) lock_ = PageLock::kMlock;
+      if (::mlock(address, nbytes_) == 0) lock_ = PageLock::kMlock;
   }
 }
 
 void PinnedShm::unmap() noexcept {
-  if (address_ == nullptr) return;
-  if (lock_ == PageLock::kCuda) cuda_unregister(address_);
-  ::munmap(address_, nbytes_);  // also undoes mlock
-  address_ = nullptr;
-  lock_ = PageLock::kNone;
+  void* address = address_.exchange(nullptr);
+  if (address == nullptr) return;
+  if (lock_ == PageLock::kCuda) cuda_unregister(address);
+  ::munmap(address, nbytes_);  // also undoes mlock
 }
 
 void PinnedShm::free(bool unlink) {

@@ -1,6 +1,7 @@
 // Pinned POSIX shared memory: create exclusively, open, free. Knows names and bytes.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -33,13 +34,13 @@ class PinnedShm {
   PinnedShm& operator=(PinnedShm&&) = delete;
   ~PinnedShm() { unmap(); }
 
-  // Idempotent. Throws SystemError when the name exists and cannot be removed.
+  // Idempotent, from any thread. Throws SystemError when the name exists and cannot be removed.
   void free(bool unlink);
 
   const std::string& name() const { return name_; }
   size_t nbytes() const { return nbytes_; }
-  PageLock lock() const { return lock_; }
-  void* address() const { return address_; }  // null once freed
+  PageLock lock() const { return address() == nullptr ? PageLock::kNone : lock_; }
+  void* address() const { return address_.load(); }  // null once freed
 
  private:
   PinnedShm(std::string name, size_t nbytes) : name_(std::move(name)), nbytes_(nbytes) {}
@@ -48,7 +49,7 @@ class PinnedShm {
 
   std::string name_;
   size_t nbytes_;
-  void* address_ = nullptr;
+  std::atomic<void*> address_{nullptr};  // whoever takes it unmaps: free may race with free
   PageLock lock_ = PageLock::kNone;
 };
 
