@@ -1,0 +1,51 @@
+"""`python -m runtime router|worker|core`: one process of a deployment, from one JSON config file.
+
+Owns the command line and the one-line answer to a start that cannot work. Each process imports only its own part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from runtime.errors import RuntimeFailure
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m runtime")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind in ("router", "worker", "core"):
+        sub = kinds.add_parser(kind)
+        sub.add_argument("--config", type=Path, required=True, metavar="FILE")
+        if kind == "core":
+            sub.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
+    return parser.parse_args(argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.kind == "router":
+        from runtime.router.app import run_router
+
+        return run_router(args.config)
+    if args.kind == "worker":
+        from runtime.front.server import run_worker
+
+        return run_worker(args.config)
+    from runtime.engine.process import run_core
+
+    return run_core(args.config, args.fd)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(args)
+    except RuntimeFailure as e:
+        hint = f" ({e.hint})" if e.hint else ""
+        print(f"{args.kind}: {e}{hint}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Who may ask: client keys, and the deployment's token that makes internal headers count.
+
+Owns both comparisons, in constant time. Keys and tokens never reach a log or an answer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from runtime.config import read_token
+from runtime.errors import ConfigError, RequestError
+from runtime.protocol import (
+    HEADER_DEADLINE,
+    HEADER_PREFILL,
+    HEADER_REQUEST_ID,
+    HEADER_TOKEN,
+    RequestId,
+)
+
+_ECHO_LIMIT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a request's headers say, after those that nobody vouched for were dropped."""
+
+    request_id: RequestId
+    client_request_id: str | None
+    prefill: str | None
+    deadline_s: float
+
+
+def read_api_keys(path: str | None) -> tuple[bytes, ...]:
+    """Client keys, one a line; `#` starts a comment line. Empty without a file: no key is asked for."""
+    if path is None:
+        return ()
+    try:
+        text = read_token(path)
+    except ConfigError as e:
+        raise ConfigError(str(e).replace("token_file", "api_key_file", 1), hint=e.hint) from e
+    lines = [line.strip() for line in text.splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith(b"#"))
+    if not keys:
+        raise ConfigError(f"api_key_file {Path(path)}: has no key", hint="one key a line")
+    return keys
+
+
+class Gate:
+    """Checks requests against one deployment's token and client keys."""
+
+    def __init__(self, token: bytes, keys: Sequence[bytes], default_deadline_s: float) -> None:
+        self._token = token
+        self._keys = tuple(keys)
+        self._default_deadline_s = default_deadline_s
+
+    def admit(self, request: web.Request) -> Caller:
+        """Raises RequestError (401) without a valid key, unless the router vouches for the request."""
+        internal = self._is_internal(request)
+        if not internal and self._keys and not self._has_key(request):
+            raise RequestError(
+                "a valid API key is required (Authorization: Bearer KEY)",
+                status=401,
+                code="invalid_api_key",
+            )
+        headers = request.headers if internal else {}
+        return Caller(
+            request_id=RequestId(headers.get(HEADER_REQUEST_ID) or f"r{secrets.token_hex(8)}"),
+            client_request_id=_echo(request.headers.get("X-Request-Id")),
+            prefill=headers.get(HEADER_PREFILL),
+            deadline_s=_seconds(headers.get(HEADER_DEADLINE), self._default_deadline_s),
+        )
+
+    def _is_internal(self, request: web.Request) -> bool:
+        given = request.headers.get(HEADER_TOKEN)
+        return given is not None and hmac.compare_digest(_raw(given), self._token)
+
+    def _has_key(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        key = _raw(given.strip())
+        # Every key is compared, so that the time does not tell which one was close.
+        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def _raw(header: str) -> bytes:
+    return header.encode("utf-8", "surrogateescape")
+
+
+def _echo(value: str | None) -> str | None:
+    """A client's own id comes back only when it is harmless in a header and in a log line."""
+    if value and len(value) <= _ECHO_LIMIT and value.isascii() and value.isprintable():
+        return value
+    return None
+
+
+def _seconds(value: str | None, default: float) -> float:
+    try:
+        seconds = float(value) if value is not None else default
+    except ValueError:
+        return default
+    return min(seconds, default) if seconds > 0 else default

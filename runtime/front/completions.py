@@ -1,0 +1,259 @@
+"""One completion request, top to bottom: tokenize, hand its choices to the core, answer by SSE or one JSON.
+
+Owns the lifecycle: nothing is sent before the first token exists, a client that goes away aborts its choices at
+once, a failure afterwards ends the stream uncleanly. Shapes are `responses`', validation `openai_types`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from runtime.errors import LegError, RuntimeFailure
+from runtime.front.admission import Job, plan_job, read_body
+from runtime.front.auth import Caller, Gate
+from runtime.front.core_client import CoreEvent, Flow
+from runtime.front.http_errors import error_object, failure_of, json_response
+from runtime.front.instance import Instance, own_leg
+from runtime.front.openai_types import ChatBody, CompletionBody, parse_body
+from runtime.front.responses import (
+    SSE_DONE,
+    Choice,
+    Json,
+    Piece,
+    served_object,
+    sse,
+    usage,
+)
+from runtime.protocol import (
+    HEADER_DECODE,
+    HEADER_PREFILL,
+    Failed,
+    FinishReason,
+    OutputToken,
+    Served,
+)
+
+log = logging.getLogger(__name__)
+
+CALLER = web.RequestKey("caller", Caller)
+
+SLOW_CLIENT_S = 30.0
+"""How long a client may leave its socket's buffer full before its request is aborted."""
+
+
+@dataclass(slots=True)
+class _Burst:
+    tokens: list[OutputToken]
+    finish: FinishReason | None = None
+    served: Served | None = None
+
+
+class Completions:
+    """Handlers of /v1/chat/completions and /v1/completions."""
+
+    def __init__(self, instance: Instance, gate: Gate) -> None:
+        self._instance = instance
+        self._gate = gate
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._serve(http, ChatBody)
+
+    async def completion(self, http: web.Request) -> web.StreamResponse:
+        return await self._serve(http, CompletionBody)
+
+    async def _serve(
+        self, http: web.Request, kind: type[ChatBody | CompletionBody]
+    ) -> web.StreamResponse:
+        arrived = time.monotonic()
+        caller = http[CALLER] = self._gate.admit(http)
+        ready = self._instance.require_serving()
+        body = parse_body(await read_body(http), kind)
+        self._instance.require_model(body.model)
+        job = await plan_job(self._instance, ready, caller, body, arrived)
+        return await self._run(http, job)
+
+    # ---- the way through the core -----------------------------------------------------------------
+
+    async def _run(self, http: web.Request, job: Job) -> web.StreamResponse:
+        instance = self._instance
+        flow = instance.core.submit(job.generates)
+        instance.enter(job.caller.request_id)
+        stages = {"admit": time.monotonic() - job.arrived}
+        try:
+            pieces = await self._next(job, flow, stages)
+            instance.started(job.caller.request_id)
+            if job.body.stream:
+                return await self._stream(http, job, flow, pieces, stages)
+            while any(c.finish is None for c in job.choices):
+                await self._next(job, flow, stages)
+            return self._whole(job, stages)
+        except (asyncio.CancelledError, ConnectionError):
+            instance.metrics.disconnects.inc()
+            log.info("request %s: the client went away", job.caller.request_id)
+            raise
+        finally:
+            flow.close()
+            instance.leave(job.caller.request_id)
+
+    async def _next(self, job: Job, flow: Flow, stages: dict[str, float]) -> list[Piece]:
+        """What came since the last call. Raises the failure of any choice: the answer fails as a whole."""
+        try:
+            async with asyncio.timeout(max(0.0, job.deadline - time.monotonic())):
+                events = await flow.events()
+        except TimeoutError as e:
+            raise LegError(
+                "the request's deadline has passed",
+                leg=own_leg(self._instance.config),
+                instance=self._instance.config.name,
+                timeout=True,
+            ) from e
+        now = time.monotonic()
+        pieces = []
+        for index, burst in self._bursts(events).items():
+            choice = job.choices[index]
+            if choice.finish is not None:
+                continue
+            pieces.append(_absorb(choice, burst, job.stop_ids))
+            if choice.detokenizer.stopped:
+                flow.abort(index)
+            self._clock(job, choice, len(burst.tokens), now, stages)
+        return pieces
+
+    def _bursts(self, events: Sequence[tuple[int, CoreEvent]]) -> dict[int, _Burst]:
+        """Several messages of one choice, when the client is slower than the core, count as one."""
+        bursts: dict[int, _Burst] = {}
+        for index, event in events:
+            if isinstance(event, Failed):
+                raise failure_of(event, own_leg=own_leg(self._instance.config))
+            if event.finish == "abort":
+                raise LegError(
+                    "the engine gave the request up",
+                    leg=own_leg(self._instance.config),
+                    instance=self._instance.config.name,
+                )
+            burst = bursts.setdefault(index, _Burst([]))
+            burst.tokens.extend(event.tokens)
+            burst.finish = event.finish
+            burst.served = event.served or burst.served
+        return bursts
+
+    def _clock(
+        self, job: Job, choice: Choice, tokens: int, arrived: float, stages: dict[str, float]
+    ) -> None:
+        now = time.monotonic()
+        metrics = self._instance.metrics
+        if choice.last_at == 0.0:
+            choice.ttft_s = now - job.arrived
+            stages.setdefault("stream", now - arrived)
+            metrics.first_token(choice.ttft_s)
+        elif tokens:
+            metrics.burst(arrived - choice.last_at, tokens)
+        choice.last_at = arrived
+        if choice.finish is not None:
+            choice.e2e_s = now - job.arrived
+            known = choice.served.stages if choice.served is not None else {}
+            metrics.finished(choice.served, {**known, **stages}, choice.e2e_s)
+
+    # ---- answers ----------------------------------------------------------------------------------
+
+    def _whole(self, job: Job, stages: dict[str, float]) -> web.Response:
+        body = job.format.envelope([job.format.whole(c) for c in job.choices], chunk=False)
+        body["usage"] = usage(job.choices)
+        body["pdctl"] = self._served(job.choices[0], stages) | {
+            "kv_bytes": sum(c.served.kv_bytes for c in job.choices if c.served is not None),
+            "e2e_s": max(c.e2e_s for c in job.choices),
+        }
+        return json_response(body, headers=_served_headers(job.choices[0].served))
+
+    async def _stream(
+        self,
+        http: web.Request,
+        job: Job,
+        flow: Flow,
+        pieces: list[Piece],
+        stages: dict[str, float],
+    ) -> web.StreamResponse:
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers | _served_headers(pieces[0].choice.served))
+        await response.prepare(http)
+        try:
+            while True:
+                await self._write(http, response, self._chunks(job, pieces, stages))
+                if all(c.finish is not None for c in job.choices):
+                    break
+                pieces = await self._next(job, flow, stages)
+            await self._write(http, response, self._tail(job))
+            await response.write_eof()
+        except RuntimeFailure as e:
+            log.warning("request %s failed mid-stream: %s", job.caller.request_id, e)
+            self._instance.metrics.broken_streams.inc()
+            await self._write(http, response, sse({"error": error_object(e)}))
+            # No end of the chunked body follows: a client that ignores the event still sees a failure.
+            if http.transport is not None:
+                http.transport.close()
+        return response
+
+    def _chunks(self, job: Job, pieces: Sequence[Piece], stages: dict[str, float]) -> bytes:
+        out = []
+        for piece in pieces:
+            chunk = job.format.envelope([job.format.chunk(piece)], chunk=True)
+            piece.choice.announced = True
+            if job.body.include_usage:
+                chunk["usage"] = None
+            if piece.choice.finish is not None:
+                chunk["pdctl"] = self._served(piece.choice, stages)
+            out.append(sse(chunk))
+        return b"".join(out)
+
+    def _tail(self, job: Job) -> bytes:
+        if not job.body.include_usage:
+            return SSE_DONE
+        last = job.format.envelope([], chunk=True) | {"usage": usage(job.choices)}
+        return sse(last) + SSE_DONE
+
+    def _served(self, choice: Choice, stages: dict[str, float]) -> Json:
+        return served_object(choice, instance=self._instance.config.name, stages=stages)
+
+    async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(SLOW_CLIENT_S):
+                await response.write(data)
+        except TimeoutError as e:
+            if http.transport is not None:
+                http.transport.abort()
+            raise ConnectionResetError(f"the client read nothing for {SLOW_CLIENT_S:.0f} s") from e
+
+
+def _absorb(choice: Choice, burst: _Burst, stop_ids: frozenset[int]) -> Piece:
+    """Add a burst to its choice. Tokens after a stop string never existed."""
+    choice.served = burst.served or choice.served
+    offset, texts, taken = len(choice.text), list[str](), list[OutputToken]()
+    for i, token in enumerate(burst.tokens):
+        taken.append(token)
+        last = burst.finish == "stop" and i == len(burst.tokens) - 1
+        if not (last and token.token in stop_ids):
+            texts.append(choice.detokenizer.push(token.token))
+        if choice.detokenizer.stopped:
+            break
+    if burst.finish is not None:
+        texts.append(choice.detokenizer.finish())
+    if choice.detokenizer.stopped:
+        choice.finish = "stop"
+    elif burst.finish is not None and burst.finish != "abort":
+        choice.finish = burst.finish
+    text = "".join(texts)
+    choice.text += text
+    choice.tokens.extend(taken)
+    return Piece(choice, text, taken, offset)
+
+
+def _served_headers(served: Served | None) -> dict[str, str]:
+    if served is None:
+        return {}
+    return {HEADER_PREFILL: served.prefill, HEADER_DECODE: served.decode}

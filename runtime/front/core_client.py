@@ -1,0 +1,246 @@
+"""Starts the engine core and talks to it: requests in, events out, over an inherited socket pair.
+
+Owns the core's process, the routing of events to the HTTP requests that wait for them, and what is known of the
+core's state. A core that dies fails every request at once. Knows nothing of HTTP or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import socket
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
+
+from runtime.errors import CapacityError, Leg, LegError
+from runtime.link import Link, LinkClosed
+from runtime.protocol import (
+    Abort,
+    CoreReady,
+    Event,
+    Failed,
+    Generate,
+    GetStats,
+    PeerState,
+    RequestId,
+    Stats,
+    Tokens,
+)
+
+log = logging.getLogger(__name__)
+
+CoreEvent = Tokens | Failed
+CoreArgv = Callable[[int], Sequence[str]]
+"""The core's command line, given the number of the descriptor it inherits."""
+
+
+class Flow:
+    """The events of one HTTP request's choices. Closing it aborts what has not ended."""
+
+    def __init__(self, core: CoreClient, ids: Sequence[RequestId]) -> None:
+        self._core = core
+        self._index = {id_: i for i, id_ in enumerate(ids)}
+        self._open = set(ids)
+        self._events: list[tuple[int, CoreEvent]] = []
+        self._wake = asyncio.Event()
+
+    def put(self, event: CoreEvent) -> None:
+        if isinstance(event, Failed) or event.finish is not None:
+            self._open.discard(event.id)
+        self._events.append((self._index[event.id], event))
+        self._wake.set()
+
+    async def events(self) -> list[tuple[int, CoreEvent]]:
+        """All events since the last call, at least one, each with its choice's index. The caller has a deadline."""
+        while not self._events:
+            self._wake.clear()
+            await self._wake.wait()
+        events, self._events = self._events, []
+        return events
+
+    def abort(self, index: int) -> None:
+        """Stop one choice; events of it that were under way are dropped by the caller."""
+        for id_, i in self._index.items():
+            if i == index and id_ in self._open:
+                self._open.discard(id_)
+                self._core.forget(id_, abort=True)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for id_ in self._index:
+            self._core.forget(id_, abort=id_ in self._open)
+        self._open.clear()
+
+
+class CoreClient:
+    """One engine core. Not thread-safe: it lives on the front's loop."""
+
+    def __init__(self, argv: CoreArgv, *, own_leg: Leg, instance: str) -> None:
+        self._argv = argv
+        self._own_leg: Leg = own_leg
+        self._instance = instance
+        self._link: Link[Event] | None = None
+        self._process: Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._flows: dict[RequestId, Flow] = {}
+        self._stats: dict[int, asyncio.Future[Stats]] = {}
+        self._seq = itertools.count()
+        self._stopping = False
+        self.ready: CoreReady | None = None
+        self.peers: dict[str, PeerState] = {}
+        self.peer_was_linked = False
+        self.dead = asyncio.Event()
+        self.listeners: list[Callable[[], None]] = []
+        """Called when the core becomes ready, a peer changes, or the core dies."""
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        self._link = Link(reader, writer, Event)
+        self._reader = asyncio.create_task(self._read(self._link), name="core-events")
+
+    @property
+    def alive(self) -> bool:
+        return self._link is not None and not self.dead.is_set()
+
+    async def stop(self, timeout: float) -> None:
+        """Close the link, which tells the core to end; kill it if it has not after `timeout` seconds."""
+        self._stopping = True
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            await self._end(self._process, timeout)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader], timeout=1.0)
+
+    def kill(self) -> None:
+        """End the core without waiting for what it does; `stop` still has to be awaited."""
+        self._stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _end(self, process: Process, timeout: float) -> int:
+        try:
+            async with asyncio.timeout(timeout):
+                return await process.wait()
+        except TimeoutError:
+            log.warning("the engine core did not end within %.1f s: killed", timeout)
+            process.kill()
+            return await process.wait()
+
+    async def _read(self, link: Link[Event]) -> None:
+        try:
+            while True:
+                self._dispatch(await link.receive())
+        except LinkClosed as e:
+            if not self._stopping:
+                await self._died(str(e))
+
+    async def _died(self, reason: str) -> None:
+        self.dead.set()
+        failures = [
+            Failed(
+                id=id_,
+                message=f"the engine core of {self._instance} ended",
+                status=502,
+                leg=self._own_leg,
+                instance=self._instance,
+            )
+            for id_ in self._flows
+        ]
+        for failure in failures:
+            self._flows.pop(failure.id).put(failure)
+        for waiting in self._stats.values():
+            waiting.cancel()
+        self._notify()
+        assert self._process is not None
+        code = await self._end(self._process, 2.0)
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        log.error("the engine core ended %s (%s); %d requests failed", how, reason, len(failures))
+
+    # ---- events -----------------------------------------------------------------------------------
+
+    def _dispatch(self, event: Event) -> None:
+        match event:
+            case Tokens() | Failed():
+                flow = self._flows.get(event.id)
+                if flow is not None:  # else aborted while this was under way
+                    if isinstance(event, Failed) or event.finish is not None:
+                        del self._flows[event.id]
+                    flow.put(event)
+            case CoreReady():
+                self.ready = event
+                self._notify()
+            case PeerState():
+                self.peers[event.name] = event
+                self.peer_was_linked |= event.path is not None
+                self._notify()
+            case Stats():
+                waiting = self._stats.pop(event.seq, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(event)
+
+    def _notify(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+    # ---- commands ---------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Generate]) -> Flow:
+        """Hand the choices of one HTTP request to the core. Raises when it is gone or an id is taken."""
+        taken = next((r.id for r in requests if r.id in self._flows), None)
+        if taken is not None:
+            raise CapacityError(f"request {taken} is still under way here")
+        flow = Flow(self, [r.id for r in requests])
+        link = self._alive_link()
+        for request in requests:
+            self._flows[request.id] = flow
+            link.send(request)
+        return flow
+
+    def forget(self, id_: RequestId, *, abort: bool) -> None:
+        self._flows.pop(id_, None)
+        if abort and self.alive and self._link is not None:
+            try:
+                self._link.send(Abort(id_))
+            except LinkClosed:
+                log.debug("request %s: not aborted, the core is gone", id_)
+
+    async def stats(self, timeout: float) -> Stats:
+        """What the core holds now. Raises LegError when it is gone or does not answer in time."""
+        link = self._alive_link()
+        seq = next(self._seq)
+        answer = self._stats[seq] = asyncio.get_running_loop().create_future()
+        link.send(GetStats(seq))
+        done, _ = await asyncio.wait([answer], timeout=timeout)
+        self._stats.pop(seq, None)
+        if not done or answer.cancelled():
+            raise LegError(
+                "the engine core does not answer",
+                leg=self._own_leg,
+                instance=self._instance,
+                timeout=not done,
+            )
+        stats: Stats = answer.result()
+        return stats
+
+    def _alive_link(self) -> Link[Event]:
+        if self._link is None or not self.alive:
+            raise LegError(
+                f"the engine core of {self._instance} is not running",
+                leg=self._own_leg,
+                instance=self._instance,
+            )
+        return self._link

@@ -1,0 +1,131 @@
+"""The small routes: models, tokenize, detokenize, health, readiness, ledger, metrics.
+
+Owns their JSON. Health routes ask for no key and carry no secret.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from runtime.errors import LegError
+from runtime.front.admission import encode_text, read_body
+from runtime.front.auth import Gate
+from runtime.front.http_errors import json_response
+from runtime.front.instance import STATS_TIMEOUT_S, Instance
+from runtime.front.openai_types import DetokenizeBody, TokenizeBody, parse_body
+from runtime.protocol import PeerState, Stats
+
+
+class Endpoints:
+    def __init__(self, instance: Instance, gate: Gate, created: int) -> None:
+        self._instance = instance
+        self._gate = gate
+        self._created = created
+
+    async def models(self, http: web.Request) -> web.Response:
+        self._gate.admit(http)
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: web.Request) -> web.Response:
+        self._gate.admit(http)
+        self._instance.require_model(http.match_info["name"])
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, object]:
+        ready = self._instance.core.ready
+        return {
+            "id": self._instance.config.model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pdctl",
+            "max_model_len": ready.max_model_len if ready else None,
+            "vocab_size": ready.vocab_size if ready else self._instance.tokenizer.vocab_size,
+        }
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        self._gate.admit(http)
+        body = parse_body(await read_body(http), TokenizeBody)
+        self._instance.require_model(body.model)
+        tokenizer = self._instance.tokenizer
+        if body.messages is not None:
+            size = sum(len(m["content"]) for m in body.messages)
+            tokens = await encode_text(size, tokenizer.encode_chat, body.messages)
+        else:
+            tokens = await encode_text(len(body.prompt or ""), tokenizer.encode, body.prompt or "")
+        ready = self._instance.core.ready
+        return json_response(
+            {
+                "tokens": tokens,
+                "count": len(tokens),
+                "max_model_len": ready.max_model_len if ready else None,
+            }
+        )
+
+    async def detokenize(self, http: web.Request) -> web.Response:
+        self._gate.admit(http)
+        body = parse_body(await read_body(http), DetokenizeBody)
+        self._instance.require_model(body.model)
+        text = self._instance.tokenizer.decode(body.tokens, skip_special=False)
+        return json_response({"prompt": text})
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 while the process and its core live, loading included."""
+        alive = self._instance.core.alive
+        return json_response({"alive": alive}, status=200 if alive else 503)
+
+    async def ready(self, _: web.Request) -> web.Response:
+        instance, core = self._instance, self._instance.core
+        waiting_for = instance.waiting_for()
+        body = {
+            "ready": waiting_for is None,
+            "waiting_for": waiting_for,
+            "name": instance.config.name,
+            "role": instance.config.role,
+            "incarnation": core.ready.incarnation if core.ready else None,
+            "peers": {n: {"path": p.path, "reason": p.reason} for n, p in core.peers.items()},
+            "load_s": core.ready.load_s if core.ready else None,
+            "self_test_s": core.ready.self_test_s if core.ready else None,
+        }
+        return json_response(body, status=200 if waiting_for is None else 503)
+
+    async def ledger(self, _: web.Request) -> web.Response:
+        """What the instance holds for requests; `idle` is the proof that nothing leaked."""
+        stats = await self._instance.core.stats(STATS_TIMEOUT_S)
+        ready = self._instance.core.ready
+        active = len(self._instance.active)
+        return json_response(
+            {
+                "name": self._instance.config.name,
+                "role": self._instance.config.role,
+                "incarnation": ready.incarnation if ready else None,
+                "idle": stats.ledger.idle() and not active,
+                "front_requests": active,
+                "ledger": msgspec.to_builtins(stats.ledger),
+                "totals": {
+                    "device_blocks_total": stats.device_blocks_total,
+                    "device_blocks_cached": stats.device_blocks_cached,
+                    "buffer_blocks_total": stats.buffer_blocks_total,
+                },
+                "counters": stats.counters,
+                "peers": {name: _peer(peer) for name, peer in stats.peers.items()},
+            }
+        )
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        instance = self._instance
+        started = sum(instance.active.values())
+        body = instance.metrics.render(
+            await self._stats_or_none(), running=started, waiting=len(instance.active) - started
+        )
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def _stats_or_none(self) -> Stats | None:
+        try:
+            return await self._instance.core.stats(STATS_TIMEOUT_S)
+        except LegError:
+            return None  # the front's own metrics are still worth reading
+
+
+def _peer(peer: PeerState) -> dict[str, object]:
+    return {"path": peer.path, "incarnation": peer.incarnation, "reason": peer.reason}
