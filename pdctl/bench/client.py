@@ -6,6 +6,7 @@ is its Outcome. Looking at the endpoint before the run does raise, in one line.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -277,8 +278,12 @@ def server_timing(headers: list[str]) -> dict[str, float]:
 def _reason(error: Exception) -> str:
     """One line, the system's own words where there are some."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    strerror = getattr(cause, "strerror", None)
-    return " ".join(str(strerror or cause or type(error).__name__).split())[:_MESSAGE_CHARS]
+    text = str(cause) or type(error).__name__
+    if isinstance(cause, OSError) and cause.errno in errno.errorcode:
+        text = os.strerror(cause.errno)  # asyncio puts the address in its place
+    elif isinstance(cause, OSError) and cause.strerror:
+        text = cause.strerror
+    return " ".join(text.split())[:_MESSAGE_CHARS]
 
 
 def _error_text(text: str) -> str:
