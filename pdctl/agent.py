@@ -82,6 +82,7 @@ class Session:
         self.host = host
         self.deployment = deployment
         self._turn = threading.Lock()
+        self._number = 0
         self._channel = host.channel(shim_argv(host, "serve"))
         try:
             by = f"`pdctl {purpose}` of {holder()}"
@@ -94,11 +95,15 @@ class Session:
         self, do: str, payload: dict[str, Any], *, timeout: float = CALL_TIMEOUT_S
     ) -> dict[str, Any]:
         """Thread-safe; requests of several threads take turns."""
-        payload = {"deployment": self.deployment, **payload}
         with self._turn:
+            self._number += 1
+            payload = {"deployment": self.deployment, "number": self._number, **payload}
             self._channel.send(request_text(self.host, do, payload))
             line = self._channel.receive(timeout)
-        return _answer(self.host, do, line or "", "")
+            # The answer to a request that Ctrl-C or a timeout made us leave comes first.
+            while line and json.loads(line).get("number") != self._number:
+                line = self._channel.receive(timeout)
+        return _answer(self.host, do, line or "", "" if line else self._channel.error_text())
 
     def close(self) -> None:
         self._channel.close()

@@ -37,6 +37,9 @@ class Channel(Protocol):
     def receive(self, timeout: float | None) -> str | None:
         """The next line; None at the end. Raises HostCommandError after `timeout` seconds."""
 
+    def error_text(self) -> str:
+        """Close, and return what the program wrote to stderr."""
+
     def close(self) -> None: ...
 
 
@@ -172,7 +175,6 @@ class LocalChannel:
         return line.decode(errors="replace")
 
     def error_text(self) -> str:
-        """What the program wrote to stderr, once it has ended."""
         self.close()
         assert self._process.stderr is not None
         return self._process.stderr.read().decode(errors="replace").strip()

@@ -1,0 +1,137 @@
+"""Stop a deployment and prove that nothing of it is left: processes, ports, shared memory.
+
+Works from the records on the hosts alone: without the topology file, after it was edited, and
+after anything was killed. Idempotent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdctl import state
+from pdctl.events import Event, Report
+from pdctl.fleet import Fleet, known_hosts
+from pdctl.preflight import describe_port
+from pdctl.records import ServiceRecord
+
+LOCK_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedService:
+    name: str
+    host: str
+    was: str
+    pids: tuple[int, ...]
+    """What lived of it."""
+    killed: tuple[int, ...]
+    """What did not end when asked to."""
+    segments: tuple[str, ...]
+    """Shared memory it had left behind."""
+    problems: tuple[str, ...]
+    """What is still there. Empty: proven gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class DownResult:
+    name: str
+    services: tuple[StoppedService, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not any(s.problems for s in self.services)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "pdctl.down/1",
+            "name": self.name,
+            "ok": self.ok,
+            "services": [
+                {
+                    "name": s.name,
+                    "host": s.host,
+                    "was": s.was,
+                    "pids": list(s.pids),
+                    "killed": list(s.killed),
+                    "segments": list(s.segments),
+                    "problems": list(s.problems),
+                }
+                for s in self.services
+            ],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def down(name: str, grace_s: float, report: Report) -> DownResult:
+    """Stop everything of the deployment; the router first, so that nothing new comes in."""
+    begun = time.monotonic()
+    services: list[StoppedService] = []
+    notes: list[str] = []
+    with Fleet(name, known_hosts(name), purpose="down", wait_s=LOCK_WAIT_S) as fleet:
+        records = fleet.observe()
+        for wave in _waves(records):
+            told = {s.name for s in services}
+            for record in records:
+                if record.name not in told and (wave is None or record.name in wave):
+                    report(Event("stop", record.state, record.name, record.host))
+            for found in fleet.stop(wave, grace_s):
+                stopped, others = _judge(name, found, records)
+                services.append(stopped)
+                notes += others
+                if stopped.problems or stopped.name not in told:
+                    report(_told(stopped))
+        result = DownResult(name, _last_each(services), tuple(notes), time.monotonic() - begun)
+        if result.ok:
+            fleet.purge(None)
+            state.forget(name)
+    return result
+
+
+def _waves(records: Sequence[ServiceRecord]) -> list[list[str] | None]:
+    """Names to stop together. The last wave is everything: also what has marks but no record."""
+    routers = [r.name for r in records if r.spec and r.spec.role == "router" and r.alive]
+    return [routers, None] if routers else [None]
+
+
+def _last_each(services: Sequence[StoppedService]) -> tuple[StoppedService, ...]:
+    """One entry per service. The wave of everything looks again at what an earlier one stopped."""
+    found: dict[tuple[str, str], StoppedService] = {}
+    for service in services:
+        earlier = found.get((service.host, service.name))
+        if earlier is None or service.problems:
+            found[service.host, service.name] = service
+    return tuple(found.values())
+
+
+def _judge(
+    name: str, found: Mapping[str, Any], records: Sequence[ServiceRecord]
+) -> tuple[StoppedService, list[str]]:
+    """What the host found of a service after the stop: what is left of it, and what is others'."""
+    host = next((r.host for r in records if r.name == found["service"]), found["host"])
+    problems = [f"processes {found['left']} do not end"] if found["left"] else []
+    notes = []
+    for port in found["ports"]:
+        ours = str(port.get("service") or "").startswith(f"{name}/")
+        (problems if ours else notes).append(describe_port(port))
+    service = StoppedService(
+        name=found["service"],
+        host=host,
+        was=found["was"],
+        pids=tuple(found["pids"]),
+        killed=tuple(found["killed"]),
+        segments=tuple(found["segments"]),
+        problems=tuple(problems),
+    )
+    return service, notes
+
+
+def _told(service: StoppedService) -> Event:
+    if service.problems:
+        return Event("fail", "; ".join(service.problems), service.name, service.host)
+    return Event("stopped", service.was, service.name, service.host)

@@ -1,0 +1,129 @@
+"""The hosts of one deployment, asked and changed together.
+
+`Fleet` holds the deployment's lock on every host for as long as it is open; `look` only reads.
+Knows how to reach hosts; decides nothing about services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+from pdctl import state
+from pdctl.agent import CALL_TIMEOUT_S, Session, shim_call
+from pdctl.errors import UsageError
+from pdctl.hosts import Host, LocalHost
+from pdctl.records import ServiceRecord, parse_services
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def open_hosts(addresses: Mapping[str, str | None]) -> dict[str, Host]:
+    """Topology's key -> host; an address of None is this machine, however many keys mean it."""
+    local = LocalHost()
+    remote = [key for key, address in addresses.items() if address is not None]
+    if remote:
+        raise UsageError(
+            f"host {remote[0]}: this version serves this machine only, without an `address`",
+            hint="leave `address` out",
+        )
+    return dict.fromkeys(addresses, local)
+
+
+def known_hosts(name: str) -> dict[str, Host]:
+    """Hosts a deployment may be on: this machine, and those its last `up` touched."""
+    known = state.recall(name)
+    return open_hosts({"local": None, **(known.hosts if known else {})})
+
+
+def machines(hosts: Iterable[Host]) -> list[Host]:
+    """Each machine once, in a fixed order: locks are always taken in the same one."""
+    return sorted({id(h): h for h in hosts}.values(), key=lambda h: h.name)
+
+
+def look(hosts: Iterable[Host], deployment: str | None) -> tuple[ServiceRecord, ...]:
+    """Records of one deployment, or of all, without taking a lock."""
+    found = on_all(
+        machines(hosts), lambda h: (h, shim_call(h, "status", {"deployment": deployment}))
+    )
+    return tuple(r for h, answer in found for r in parse_services(h.name, answer["services"]))
+
+
+def on_all(items: Sequence[T], do: Callable[[T], R]) -> list[R]:
+    """Run for all at once; raises the first failure after all have ended."""
+    if len(items) == 1:
+        return [do(items[0])]
+    with ThreadPoolExecutor(max_workers=max(1, min(16, len(items)))) as pool:
+        return list(pool.map(do, items))
+
+
+class Fleet:
+    """Locked hosts. A host key of the topology leads to its machine's session."""
+
+    def __init__(
+        self, deployment: str, hosts: Mapping[str, Host], *, purpose: str, wait_s: float
+    ) -> None:
+        self.deployment = deployment
+        self.hosts = dict(hosts)
+        self.sessions: list[Session] = []
+        try:
+            for host in machines(hosts.values()):
+                self.sessions.append(Session(host, deployment, purpose=purpose, wait_s=wait_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def session(self, key: str) -> Session:
+        host = self.hosts[key]
+        return next(s for s in self.sessions if s.host is host)
+
+    def observe(self, *, scan: bool = True) -> tuple[ServiceRecord, ...]:
+        """Records of all hosts. Without `scan` it looks for no strays: cheap enough to poll."""
+        answers = self.on_sessions(lambda s: s.call("status", {"scan": scan}))
+        return tuple(
+            record
+            for host, answer in answers
+            for record in parse_services(host, answer["services"])
+        )
+
+    def on_sessions(
+        self, do: Callable[[Session], dict[str, Any]]
+    ) -> list[tuple[str, dict[str, Any]]]:
+        return on_all(self.sessions, lambda s: (s.host.name, do(s)))
+
+    def stop(self, names: Sequence[str] | None, grace_s: float) -> list[dict[str, Any]]:
+        """Stop these services (None: all) wherever they are; what was found afterwards."""
+        payload = {"services": names, "timeout": grace_s}
+        limit = grace_s + CALL_TIMEOUT_S
+        answers = self.on_sessions(lambda s: s.call("stop", payload, timeout=limit))
+        return [{**report, "host": host} for host, a in answers for report in a["services"]]
+
+    def purge(self, names: Sequence[str] | None) -> None:
+        self.on_sessions(lambda s: s.call("purge", {"services": names}))
+
+    def tail(self, service: str, lines: int) -> list[str]:
+        answers = self.on_sessions(lambda s: s.call("tail", {"service": service, "lines": lines}))
+        return [line for _, answer in answers for line in answer["lines"]]
+
+    def token(self) -> str | None:
+        """The token of what runs already; None when nothing does."""
+        answers = self.on_sessions(lambda s: s.call("token", {}))
+        return next((a["token"] for _, a in answers if a["token"]), None)
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,165 @@
+"""Wait until services really answer, and stop waiting the moment one cannot any more.
+
+Asks `GET /ready` of every service and looks at the processes in between. Starts and stops nothing.
+The deadline is the caller's.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from pdctl.errors import ServiceFailed
+from pdctl.records import ServiceRecord
+from pdctl.services import ServiceSpec
+
+POLL_S = 0.1
+HTTP_TIMEOUT_S = 2.0
+_REASONS = ("waiting_for", "message")
+# A proxy from the environment has no business between us and our own services.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    ready: bool
+    reason: str
+    """Why not; empty when ready."""
+    reachable: bool
+
+
+Observe = Callable[[], Mapping[str, ServiceRecord]]
+"""The services' records now, by name."""
+Tail = Callable[[str], Sequence[str]]
+"""The last log lines of a service."""
+OnReady = Callable[[ServiceSpec, float], None]
+"""A service answers, so many seconds after the wait began."""
+OnWait = Callable[[ServiceSpec, str, float], None]
+"""What a service is waiting for, and since how many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Where the wait looks, and whom it tells."""
+
+    observe: Observe
+    tail: Tail
+    on_ready: OnReady
+    on_wait: OnWait
+
+
+def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: float) -> None:
+    """Return when all are ready. `deadline` is on the monotonic clock.
+
+    Raises ServiceFailed for the first service that has ended, or that is not ready at the deadline.
+    """
+    begun = time.monotonic()
+    waiting = {s.name: s for s in services}
+    reasons = dict.fromkeys(waiting, "not asked yet")
+    asked: dict[str, Future[Readiness]] = {}
+    pool = ThreadPoolExecutor(max_workers=max(1, min(32, len(services))))
+    try:
+        while waiting:
+            # Looked at in every round, also while a /ready hangs.
+            _fail_if_ended(waiting, watcher)
+            for name in [n for n, f in asked.items() if f.done()]:
+                answer = asked.pop(name).result()
+                reasons[name] = answer.reason
+                if answer.ready:
+                    watcher.on_ready(waiting.pop(name), time.monotonic() - begun)
+                else:
+                    watcher.on_wait(waiting[name], answer.reason, time.monotonic() - begun)
+            for name in waiting.keys() - asked.keys():
+                asked[name] = pool.submit(probe_ready, waiting[name])
+            if waiting and time.monotonic() >= deadline:
+                name = next(iter(waiting))
+                raise _late(waiting[name], reasons[name], time.monotonic() - begun, watcher)
+            if waiting:
+                wait(asked.values(), timeout=POLL_S, return_when=FIRST_COMPLETED)
+                time.sleep(POLL_S / 4)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _late(service: ServiceSpec, reason: str, seconds: float, watcher: Watcher) -> ServiceFailed:
+    return ServiceFailed(
+        f"{service.name} on {service.host} is not ready after {seconds:.0f} s: {reason}",
+        service=service.name,
+        host=service.host,
+        log_tail=watcher.tail(service.name),
+        hint="give it more time with --wait-timeout, or read its log",
+    )
+
+
+def _fail_if_ended(waiting: Mapping[str, ServiceSpec], watcher: Watcher) -> None:
+    records = watcher.observe()
+    for name, service in waiting.items():
+        record = records.get(name)
+        if record is None or record.ended:
+            how = record.how_it_ended() if record else "its directory is gone"
+            raise ServiceFailed(
+                f"{name} on {service.host}: {how}",
+                service=name,
+                host=service.host,
+                log_tail=watcher.tail(name),
+                exit_status=record.exit.status if record and record.exit else None,
+            )
+
+
+def probe_ready(service: ServiceSpec) -> Readiness:
+    """One look. A decode service is ready when each expected peer has a tested path."""
+    status, body = get_json(f"{service.url}/ready")
+    if status is None:
+        return Readiness(False, "no answer yet", reachable=False)
+    if status != 200:
+        return Readiness(False, _reason(body) or f"HTTP {status}", reachable=True)
+    paths = body.get("peers") or {}
+    missing = [p for p in service.expects_peers if not _path(paths.get(p))]
+    if missing:
+        return Readiness(False, f"no path to {', '.join(missing)}", reachable=True)
+    return Readiness(True, "", reachable=True)
+
+
+def _path(peer: Any) -> Any:
+    return peer.get("path") if isinstance(peer, dict) else peer
+
+
+def _reason(body: Mapping[str, Any]) -> str:
+    error = body.get("error")
+    found = error if isinstance(error, dict) else body
+    if isinstance(found.get("reasons"), list):
+        return "; ".join(map(str, found["reasons"]))
+    for key in _REASONS:
+        if isinstance(found.get(key), str):
+            return str(found[key])
+    return ""
+
+
+def get_json(url: str, *, token: str = "") -> tuple[int | None, dict[str, Any]]:
+    """Status and JSON object. (None, {}) without an answer; {} for a body that is no object."""
+    status, text = get(url, token=token)
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = {}
+    return status, body if isinstance(body, dict) else {}
+
+
+def get(url: str, *, token: str = "") -> tuple[int | None, str]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with _OPENER.open(request, timeout=HTTP_TIMEOUT_S) as response:
+            return response.status, response.read().decode(errors="replace")
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, e.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException, ValueError):
+        return None, ""

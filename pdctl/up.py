@@ -1,0 +1,293 @@
+"""Bring a deployment to what its topology says: check, start, wait, and undo on failure.
+
+Only what this run started is ever undone. Ctrl-C and SIGTERM undo too, in every phase; with
+`detach` there is no wait, and what was started by then stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pdctl import command, models, preflight, state, topology
+from pdctl.agent import shim_call
+from pdctl.errors import PdctlError, ServiceFailed
+from pdctl.events import Event, Report
+from pdctl.fleet import Fleet, look, machines, on_all, open_hosts
+from pdctl.health import Watcher, wait_ready
+from pdctl.hosts import Host
+from pdctl.plan import Plan, Step, allocate_ports, make_plan
+from pdctl.records import ServiceRecord
+from pdctl.services import ServiceSpec
+
+LOG_LINES = 20
+ROLLBACK_GRACE_S = 10.0
+LOCK_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    detach: bool = False
+    wait_timeout_s: float | None = None
+    """None: the topology's startup_timeout."""
+    keep_on_failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UpResult:
+    name: str
+    endpoint: str
+    plan: Plan
+    started: tuple[str, ...]
+    kept: tuple[str, ...]
+    removed: tuple[str, ...]
+    ready: bool
+    """False only with `detach`: nobody waited."""
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        names = {"started": self.started, "kept": self.kept, "removed": self.removed}
+        return {
+            "schema": "pdctl.up/1",
+            "name": self.name,
+            "endpoint": self.endpoint,
+            **{key: list(value) for key, value in names.items()},
+            "ready": self.ready,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What this run changed so far: what a rollback undoes."""
+
+    started: list[str] = field(default_factory=list)
+
+
+def plan_up(path: Path, report: Report) -> Plan:
+    """What `up` would do now. Takes no lock and changes nothing."""
+    wanted = _load(path, report)
+    records = look(wanted.hosts.values(), wanted.topology.name)
+    listening = on_all(
+        machines(wanted.hosts.values()), lambda h: (h.name, shim_call(h, "probe", {}))
+    )
+    return _plan(wanted, records, dict(listening))
+
+
+def up(path: Path, options: UpOptions, report: Report) -> UpResult:
+    """Idempotent. Raises PdctlError when the deployment is not ready at the end."""
+    begun = time.monotonic()
+    wanted = _load(path, report)
+    name = wanted.topology.name
+    with (
+        _terminated_like_interrupted(),
+        Fleet(name, wanted.hosts, purpose="up", wait_s=LOCK_WAIT_S) as fleet,
+    ):
+        records = fleet.observe()
+        plan = _plan(wanted, records, dict(fleet.on_sessions(lambda s: s.call("probe", {}))))
+        values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
+        _check(wanted, fleet, plan, records)
+        _remember(wanted, report)
+        attempt = Attempt()
+        try:
+            _carry_out(fleet, plan, values, attempt, report)
+            if not options.detach:
+                timeout = options.wait_timeout_s or wanted.topology.startup_timeout
+                _wait(fleet, plan, time.monotonic() + timeout, report)
+        except ServiceFailed as e:
+            for line in e.log_tail:
+                report(Event("log", line, e.service, e.host))
+            _undo(fleet, attempt, options, report)
+            raise
+        except (PdctlError, KeyboardInterrupt):
+            _undo(fleet, attempt, options, report)
+            raise
+    return UpResult(
+        name=name,
+        endpoint=next(s.service.url for s in plan.steps if s.service.role == "router"),
+        plan=plan,
+        started=tuple(attempt.started),
+        kept=tuple(s.service.name for s in plan.of("keep")),
+        removed=tuple(s.service.name for s in plan.of("remove")),
+        ready=not options.detach,
+        seconds=time.monotonic() - begun,
+    )
+
+
+# ---- what is wanted ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    topology: topology.Topology
+    path: Path
+    hosts: Mapping[str, Host]
+    facts: Mapping[str, command.HostFacts]
+
+
+def _load(path: Path, report: Report) -> Wanted:
+    loaded = topology.load(path)
+    for warning in loaded.warnings:
+        report(Event("note", warning))
+    t = loaded.topology
+    model = models.resolve(t.model, path.resolve().parent)
+    hosts = open_hosts({key: _address(t, key) for key in t.used_hosts()})
+    facts = {
+        key: command.HostFacts(
+            python=t.hosts[key].python or sys.executable,
+            home=host.base,
+            model_path=str(model.path),
+            model_name=model.served_name,
+        )
+        for key, host in hosts.items()
+    }
+    return Wanted(t, path, hosts, facts)
+
+
+def _address(t: topology.Topology, key: str) -> str | None:
+    return None if t.hosts[key].local else t.hosts[key].address
+
+
+def _plan(
+    wanted: Wanted, records: Sequence[ServiceRecord], probes: Mapping[str, Mapping[str, Any]]
+) -> Plan:
+    observed = [r.observed() for r in records]
+    busy = {key: probes[host.name]["listening"] for key, host in wanted.hosts.items()}
+    ports = allocate_ports(wanted.topology, observed, busy)
+    services = command.services(wanted.topology, ports, wanted.facts)
+    return make_plan(wanted.topology.name, services, observed)
+
+
+def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRecord]) -> None:
+    """Per machine: several keys may share its ports and memory."""
+    starting = [s.service for s in plan.of("start", "replace")]
+    ending = {s.service.name for s in plan.of("replace", "remove")}
+    problems: list[str] = []
+    for session in fleet.sessions:
+        keys = {key for key, host in wanted.hosts.items() if host is session.host}
+        here = [s for s in starting if s.host in keys]
+        paths = {wanted.facts[s.host].model_path for s in here if s.role != "router"}
+        facts = session.call("probe", preflight.probe_request(here, paths))
+        leaving = [r for r in records if r.host in keys and r.name in ending]
+        problems += preflight.check_host(session.host.name, facts, here, leaving)
+    preflight.raise_problems(problems)
+
+
+def _remember(wanted: Wanted, report: Report) -> None:
+    t = wanted.topology
+    hosts = {key: _address(t, key) for key in wanted.hosts}
+    error = state.remember(state.KnownDeployment(t.name, str(wanted.path.resolve()), hosts))
+    if error:
+        report(Event("note", f"cannot remember {t.name} on this machine: {error}"))
+
+
+# ---- start and wait ------------------------------------------------------------------------------
+
+
+def _carry_out(
+    fleet: Fleet, plan: Plan, values: Mapping[str, str], attempt: Attempt, report: Report
+) -> None:
+    ending = [s.service.name for s in plan.of("remove", "replace")]
+    if ending:
+        for step in plan.of("remove", "replace"):
+            report(Event("stop", step.reason, step.service.name, step.service.host))
+        left = [r for r in fleet.stop(ending, ROLLBACK_GRACE_S) if r["left"]]
+        if left:
+            raise PdctlError(f"{left[0]['service']}: processes {left[0]['left']} cannot be stopped")
+        fleet.purge(ending)
+    token = fleet.token() or secrets.token_hex(32)
+    for step in plan.of("keep"):
+        report(Event("keep", step.reason, step.service.name, step.service.host))
+    per_host: dict[str, list[Step]] = {}
+    for step in plan.of("start", "replace"):
+        per_host.setdefault(step.service.host, []).append(step)
+
+    def start(steps: list[Step]) -> None:
+        for step in steps:
+            _start(fleet, step.service, token, values, attempt)
+            report(Event("start", step.reason, step.service.name, step.service.host))
+
+    on_all(list(per_host.values()), start)
+
+
+def _start(
+    fleet: Fleet, service: ServiceSpec, token: str, values: Mapping[str, str], attempt: Attempt
+) -> None:
+    attempt.started.append(service.name)  # first: an interrupted call may have started it
+    payload = {
+        "spec": asdict(service),
+        "hash": service.hash,
+        "token": token,
+        "secret_env": {name: values[name] for name in service.secrets},
+        "secret_files": {file: values[name] for file, name in service.secret_files.items()},
+    }
+    answer = fleet.session(service.host).call("start", payload)
+    if not answer["started"]:
+        attempt.started.remove(service.name)
+
+
+def _wait(fleet: Fleet, plan: Plan, deadline: float, report: Report) -> None:
+    services = [s.service for s in plan.of("keep", "start", "replace")]
+
+    def on_ready(service: ServiceSpec, seconds: float) -> None:
+        report(Event("ready", service.url, service.name, service.host, seconds))
+
+    def on_wait(service: ServiceSpec, reason: str, seconds: float) -> None:
+        report(Event("wait", reason, service.name, service.host, seconds))
+
+    watcher = Watcher(
+        observe=lambda: {r.name: r for r in fleet.observe(scan=False)},
+        tail=lambda name: fleet.tail(name, LOG_LINES),
+        on_ready=on_ready,
+        on_wait=on_wait,
+    )
+    wait_ready(services, watcher, deadline)
+
+
+# ---- undo ----------------------------------------------------------------------------------------
+
+
+def _undo(fleet: Fleet, attempt: Attempt, options: UpOptions, report: Report) -> None:
+    """Stop what this run started. One try; what it cannot stop is named, and `down` can."""
+    if not attempt.started:
+        return
+    if options.keep_on_failure:
+        report(Event("note", f"kept for a look: {', '.join(attempt.started)}"))
+        return
+    report(Event("rollback", f"stopping what this run started: {', '.join(attempt.started)}"))
+    try:
+        left = [r["service"] for r in fleet.stop(attempt.started, ROLLBACK_GRACE_S) if r["left"]]
+        fleet.purge([name for name in attempt.started if name not in left])
+        if not fleet.observe(scan=False):
+            state.forget(fleet.deployment)
+    except PdctlError as e:
+        report(Event("note", f"rollback failed: {e}; `pdctl down {fleet.deployment}` stops all"))
+        return
+    if left:
+        report(Event("note", f"still running: {', '.join(left)}"))
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, so that a CI system's timeout rolls back as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
