@@ -39,7 +39,7 @@ class Sender(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """From any thread: a waiting put soon ends with TransferError, and so does each later one."""
+        """From any thread: a waiting put soon ends in TransferError, as does each later one."""
 
     @abstractmethod
     def close(self) -> None:

@@ -464,6 +464,12 @@ class DecodeHandoff:
             request.submitted = False
             self._engine.drop(request.message.id)
 
+    def close(self) -> None:
+        """The process ends: no timer fires and no event is sent after this."""
+        for request in list(self._requests.values()):
+            self._close(request, cancel_peer=False)
+        self.reservations.close()
+
     # ---- what is held ---------------------------------------------------------------------------
 
     def ledger(self) -> Ledger:

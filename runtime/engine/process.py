@@ -1,0 +1,288 @@
+"""The engine core's process: engine thread, asyncio thread, front link, and an end that leaves
+nothing.
+
+Owns start and stop. It dies with its front: the link's end, a signal, or the death of the parent
+stop it. What it serves is the role's (roles.py); what it computes is the engine's (core.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from runtime.config import WorkerConfig, load, read_token
+from runtime.engine.contract import EngineEvent
+from runtime.engine.core import Engine
+from runtime.engine.roles import Parts, Role, make_role
+from runtime.errors import RuntimeFailure
+from runtime.link import Link, LinkClosed
+from runtime.protocol import (
+    Abort,
+    Command,
+    CoreReady,
+    Event,
+    Failed,
+    Generate,
+    GetStats,
+    Ledger,
+    Stats,
+)
+from runtime.transfer.mailbox import Mailbox
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
+_ENGINE_STOP_S = 10.0
+
+
+def run_core(config_path: Path, fd: int) -> int:
+    """Serve until the front goes. Raises RuntimeFailure when the core cannot start."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s core %(levelname)s %(name)s: %(message)s",
+    )
+    config = load(config_path, WorkerConfig)
+    token = read_token(config.token_file)
+    _die_with_parent()
+    front = socket.socket(fileno=fd)
+    code = asyncio.run(_Core(config, token).run(front))
+    if any(t.name == _EngineThread.NAME for t in threading.enumerate()):
+        # Still loading, or in a step that does not end. All that outlives a process was given back;
+        # an interpreter that shuts down under running torch code may crash instead of ending.
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+def _die_with_parent() -> None:
+    # A parent that died before this call closed its end of the front link, which is read next.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    engine: Engine
+    load_s: float
+    self_test_s: float
+
+
+class _EngineThread:
+    """Builds the engine, tests it and runs it, all on one thread; reports on the asyncio thread."""
+
+    NAME = "engine"
+
+    def __init__(
+        self, config: WorkerConfig, mailbox: Mailbox, emit: Callable[[EngineEvent], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._config = config
+        self._mailbox = mailbox
+        self._emit = emit
+        self._engine: Engine | None = None
+        self.loaded: asyncio.Future[_Loaded] = loop.create_future()
+        self.ended: asyncio.Future[Exception | None] = loop.create_future()
+        self._thread = threading.Thread(target=self._main, name=self.NAME, daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Wait for the step under way; a thread that still loads ends with the process."""
+        if self._engine is None:
+            return
+        self._engine.stop()
+        await asyncio.wait([self.ended], timeout=_ENGINE_STOP_S)
+
+    def _main(self) -> None:
+        try:
+            loaded = self._load()
+            self._engine = loaded.engine
+            self._mailbox.post(lambda: _resolve(self.loaded, loaded))
+            loaded.engine.run()
+        except RuntimeFailure as e:
+            failure: Exception | None = e
+        except Exception as e:
+            # Top of the engine thread: the process ends, and says why.
+            _log.exception("the engine failed")
+            failure = e
+        else:
+            failure = None
+        self._mailbox.post(lambda: _resolve(self.ended, failure))
+
+    def _load(self) -> _Loaded:
+        start = time.monotonic()
+        engine = Engine(self._config, self._emit)
+        built = time.monotonic()
+        engine.self_test()
+        return _Loaded(engine, built - start, time.monotonic() - built)
+
+
+def _resolve(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+class _Core:
+    def __init__(self, config: WorkerConfig, token: bytes) -> None:
+        self._config = config
+        self._token = token
+        self._incarnation = secrets.token_hex(8)
+        self._role: Role | None = None
+        self._engine: Engine | None = None
+        self._link: Link[Command] | None = None
+        self._stop = asyncio.Event()
+
+    async def run(self, front: socket.socket) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        reader, writer = await asyncio.open_connection(sock=front)
+        self._link = Link(reader, writer, Command)
+        mailbox = Mailbox(loop)
+        # Events go straight to the role once there is one; before that the engine has no requests.
+        thread = _EngineThread(
+            self._config, mailbox, lambda event: mailbox.post(lambda: self._on_engine(event))
+        )
+        receiving = asyncio.create_task(self._receive(self._link), name="front")
+        stopping = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await _first(thread.loaded, thread.ended, stopping)
+            if thread.loaded.done() and not stopping.done():
+                await self._serve(thread.loaded.result(), mailbox)
+                await _first(thread.ended, stopping)
+        finally:
+            receiving.cancel()
+            stopping.cancel()
+            if self._role:
+                await self._role.close()
+            await thread.stop()
+            writer.transport.abort()
+        return self._exit_code(thread)
+
+    def _exit_code(self, thread: _EngineThread) -> int:
+        failure = thread.ended.result() if thread.ended.done() else None
+        if isinstance(failure, RuntimeFailure):
+            raise failure
+        return 0 if failure is None else 1
+
+    async def _serve(self, loaded: _Loaded, mailbox: Mailbox) -> None:
+        engine = self._engine = loaded.engine
+        self._role = make_role(
+            Parts(
+                self._config,
+                self._token,
+                self._incarnation,
+                engine.fingerprint,
+                engine,
+                mailbox,
+                self._send,
+            )
+        )
+        await self._role.start()
+        self._send(
+            CoreReady(
+                incarnation=self._incarnation,
+                fingerprint=engine.fingerprint,
+                max_model_len=engine.max_model_len,
+                vocab_size=engine.vocab_size,
+                eos_token_ids=tuple(engine.eos_token_ids),
+                num_device_blocks=engine.num_blocks,
+                num_buffer_blocks=self._role.num_buffer_blocks,
+                load_s=loaded.load_s,
+                self_test_s=loaded.self_test_s,
+            )
+        )
+        _log.info(
+            "%s (%s) ready: loaded in %.1f s, tested in %.2f s",
+            self._config.name,
+            self._config.role,
+            loaded.load_s,
+            loaded.self_test_s,
+        )
+        self._role.serve()
+
+    def _on_engine(self, event: EngineEvent) -> None:
+        if self._role:
+            self._role.on_engine(event)
+
+    # ---- the front link -------------------------------------------------------------------------
+
+    async def _receive(self, link: Link[Command]) -> None:
+        try:
+            while True:
+                self._on_command(await link.receive())
+        except LinkClosed as e:
+            _log.info("the front is gone: %s", e)
+        finally:
+            self._stop.set()
+
+    def _on_command(self, command: Command) -> None:
+        match command:
+            case Generate() if self._role:
+                self._role.generate(command)
+            case Generate():
+                self._send(
+                    Failed(
+                        id=command.id,
+                        message=f"{self._config.name} is still starting",
+                        status=503,
+                        instance=self._config.name,
+                        retry_after_s=1.0,
+                    )
+                )
+            case Abort():
+                if self._role:
+                    self._role.abort(command.id)
+            case GetStats():
+                self._send(self._stats(command.seq))
+
+    def _send(self, event: Event) -> None:
+        assert self._link is not None
+        try:
+            self._link.send(event)
+        except LinkClosed:
+            self._stop.set()
+
+    def _stats(self, seq: int) -> Stats:
+        if self._role is None or self._engine is None:
+            return Stats(
+                seq=seq,
+                ledger=Ledger(),
+                device_blocks_total=0,
+                device_blocks_cached=0,
+                buffer_blocks_total=0,
+                peers={},
+                counters={},
+            )
+        engine = self._engine.stats()
+        counters = dict(engine.counters)
+        for name, value in self._role.counters().items():
+            counters[name] = counters.get(name, 0.0) + value
+        return Stats(
+            seq=seq,
+            ledger=self._role.ledger(),
+            device_blocks_total=engine.device_blocks_total,
+            device_blocks_cached=engine.device_blocks_cached,
+            buffer_blocks_total=self._role.num_buffer_blocks,
+            peers=self._role.peers(),
+            counters=counters,
+        )
+
+
+async def _first(*waits: asyncio.Future[Any]) -> None:
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
