@@ -1,6 +1,7 @@
-"""`python -m runtime router|worker|core`: one process of a deployment, from one JSON config file.
+"""`python -m runtime router|worker|core`: one process of a deployment, from one config file.
 
-Owns the command line and the one-line answer to a start that cannot work. Each process imports only its own part.
+Owns the command line and the one-line answer to a start that cannot work. Each process imports only
+its own part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From one HTTP request to what the core is asked: parse, tokenize, check against the model, lay out the choices.
+"""From one HTTP request to what the core is asked: tokenize, check, lay out the choices.
 
 Owns the limits of prompt and answer. Sends nothing; `completions` runs what this returns.
 """
@@ -134,7 +134,8 @@ def _token_limit(body: GenerationBody, prompt: tuple[int, ...], ready: CoreReady
         )
     if size >= limit:
         raise RequestError(
-            f"the prompt has {size} tokens; the context of this model is {limit} tokens, answer included",
+            f"the prompt has {size} tokens; the context of this model is {limit} tokens, "
+            "answer included",
             param=param,
             code="context_length_exceeded",
         )

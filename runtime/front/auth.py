@@ -37,7 +37,7 @@ class Caller:
 
 
 def read_api_keys(path: str | None) -> tuple[bytes, ...]:
-    """Client keys, one a line; `#` starts a comment line. Empty without a file: no key is asked for."""
+    """Client keys, one a line; `#` starts a comment line. Without a file no key is asked for."""
     if path is None:
         return ()
     try:
@@ -60,7 +60,7 @@ class Gate:
         self._default_deadline_s = default_deadline_s
 
     def admit(self, request: web.Request) -> Caller:
-        """Raises RequestError (401) without a valid key, unless the router vouches for the request."""
+        """Raises RequestError (401) without a valid key or the router's word."""
         internal = self._is_internal(request)
         if not internal and self._keys and not self._has_key(request):
             raise RequestError(

@@ -1,7 +1,7 @@
 """Renders a model's own chat template (Jinja) into the prompt text, in a sandbox.
 
-Owns the template dialect that model files use: trimmed blocks, loop controls, `tojson`, `raise_exception`,
-`strftime_now` and `{% generation %}` blocks. Knows no token ids.
+Owns the template dialect that model files use: trimmed blocks, loop controls, `tojson`,
+`raise_exception`, `strftime_now` and `{% generation %}` blocks. Knows no token ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.errors import ModelError, RequestError
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; here it is plain text."""
+    """`{% generation %}` blocks mark assistant text for training; here they are plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -62,7 +62,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text up to where the assistant answers. Raises RequestError on a refused conversation."""
+        """The text up to where the assistant answers. Raises RequestError when it is refused."""
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._tokens

@@ -1,7 +1,8 @@
-"""One completion request, top to bottom: tokenize, hand its choices to the core, answer by SSE or one JSON.
+"""One completion request, top to bottom: its choices through the core, then SSE or one JSON.
 
-Owns the lifecycle: nothing is sent before the first token exists, a client that goes away aborts its choices at
-once, a failure afterwards ends the stream uncleanly. Shapes are `responses`', validation `openai_types`'.
+Owns the lifecycle: nothing is sent before the first token exists, a client that goes away aborts
+its choices at once, a failure afterwards ends the stream uncleanly. Shapes are `responses`',
+validation `openai_types`'.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -78,7 +79,7 @@ class Completions:
         job = await plan_job(self._instance, ready, caller, body, arrived)
         return await self._run(http, job)
 
-    # ---- the way through the core -----------------------------------------------------------------
+    # ---- the way through the core ---------------------------------------------------------------
 
     async def _run(self, http: web.Request, job: Job) -> web.StreamResponse:
         instance = self._instance
@@ -102,7 +103,7 @@ class Completions:
             instance.leave(job.caller.request_id)
 
     async def _next(self, job: Job, flow: Flow, stages: dict[str, float]) -> list[Piece]:
-        """What came since the last call. Raises the failure of any choice: the answer fails as a whole."""
+        """What came since the last call. Raises any choice's failure: all fail together."""
         try:
             async with asyncio.timeout(max(0.0, job.deadline - time.monotonic())):
                 events = await flow.events()
@@ -160,7 +161,7 @@ class Completions:
             known = choice.served.stages if choice.served is not None else {}
             metrics.finished(choice.served, {**known, **stages}, choice.e2e_s)
 
-    # ---- answers ----------------------------------------------------------------------------------
+    # ---- answers --------------------------------------------------------------------------------
 
     def _whole(self, job: Job, stages: dict[str, float]) -> web.Response:
         body = job.format.envelope([job.format.whole(c) for c in job.choices], chunk=False)
@@ -184,17 +185,17 @@ class Completions:
         await response.prepare(http)
         try:
             while True:
-                await self._write(http, response, self._chunks(job, pieces, stages))
+                data = self._chunks(job, pieces, stages)
                 if all(c.finish is not None for c in job.choices):
-                    break
+                    await self._send(http, response.write_eof(data + self._tail(job)))
+                    return response
+                await self._send(http, response.write(data))
                 pieces = await self._next(job, flow, stages)
-            await self._write(http, response, self._tail(job))
-            await response.write_eof()
         except RuntimeFailure as e:
             log.warning("request %s failed mid-stream: %s", job.caller.request_id, e)
             self._instance.metrics.broken_streams.inc()
-            await self._write(http, response, sse({"error": error_object(e)}))
-            # No end of the chunked body follows: a client that ignores the event still sees a failure.
+            await self._send(http, response.write(sse({"error": error_object(e)})))
+            # The chunked body gets no end: a client that ignores the event still sees a failure.
             if http.transport is not None:
                 http.transport.close()
         return response
@@ -220,10 +221,11 @@ class Completions:
     def _served(self, choice: Choice, stages: dict[str, float]) -> Json:
         return served_object(choice, instance=self._instance.config.name, stages=stages)
 
-    async def _write(self, http: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    async def _send(self, http: web.Request, write: Awaitable[None]) -> None:
+        """Wait for room in the client's socket buffer, but not for ever."""
         try:
             async with asyncio.timeout(SLOW_CLIENT_S):
-                await response.write(data)
+                await write
         except TimeoutError as e:
             if http.transport is not None:
                 http.transport.abort()

@@ -1,7 +1,8 @@
 """Starts the engine core and talks to it: requests in, events out, over an inherited socket pair.
 
-Owns the core's process, the routing of events to the HTTP requests that wait for them, and what is known of the
-core's state. A core that dies fails every request at once. Knows nothing of HTTP or text.
+Owns the core's process, the routing of events to the HTTP requests that wait for them, and what is
+known of the core's state. A core that dies fails every request at once. Knows nothing of HTTP or
+text.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class Flow:
         self._wake.set()
 
     async def events(self) -> list[tuple[int, CoreEvent]]:
-        """All events since the last call, at least one, each with its choice's index. The caller has a deadline."""
+        """All events since the last call, at least one, each with its choice's index.
+
+        The deadline is the caller's.
+        """
         while not self._events:
             self._wake.clear()
             await self._wake.wait()
@@ -95,7 +99,7 @@ class CoreClient:
         self.listeners: list[Callable[[], None]] = []
         """Called when the core becomes ready, a peer changes, or the core dies."""
 
-    # ---- life -------------------------------------------------------------------------------------
+    # ---- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -115,7 +119,7 @@ class CoreClient:
         return self._link is not None and not self.dead.is_set()
 
     async def stop(self, timeout: float) -> None:
-        """Close the link, which tells the core to end; kill it if it has not after `timeout` seconds."""
+        """Close the link, which tells the core to end; kill it after `timeout` seconds."""
         self._stopping = True
         if self._link is not None:
             self._link.close()
@@ -170,7 +174,7 @@ class CoreClient:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         log.error("the engine core ended %s (%s); %d requests failed", how, reason, len(failures))
 
-    # ---- events -----------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------
 
     def _dispatch(self, event: Event) -> None:
         match event:
@@ -196,10 +200,10 @@ class CoreClient:
         for listener in self.listeners:
             listener()
 
-    # ---- commands ---------------------------------------------------------------------------------
+    # ---- commands -------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Generate]) -> Flow:
-        """Hand the choices of one HTTP request to the core. Raises when it is gone or an id is taken."""
+        """Hand over one HTTP request's choices. Raises when the core is gone or an id taken."""
         taken = next((r.id for r in requests if r.id in self._flows), None)
         if taken is not None:
             raise CapacityError(f"request {taken} is still under way here")

@@ -1,7 +1,7 @@
 """Turns a request's output tokens into text as they come, and finds stop strings in it.
 
-Owns three promises: no partial character is ever emitted, nothing of a stop string is ever emitted, and the
-text does not depend on how it was cut into tokens. Knows nothing of HTTP or sampling.
+Owns three promises: no partial character is ever emitted, nothing of a stop string is ever emitted,
+and the text does not depend on how it was cut into tokens. Knows nothing of HTTP or sampling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Vocabulary(Protocol):
 
 
 class Detokenizer:
-    """One choice of one request. `stopped` is set once a stop string has been seen; then nothing more comes."""
+    """One choice of one request. `stopped`: a stop string was seen, nothing more comes."""
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
         self._vocabulary = vocabulary

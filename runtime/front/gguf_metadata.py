@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, without its tensors: tens of milliseconds where the full reader takes seconds.
+"""The metadata of a GGUF file, without its tensors: milliseconds, not the full reader's seconds.
 
 Owns the key-value part of the format (versions 2 and 3, little endian). Knows no key's meaning.
 """

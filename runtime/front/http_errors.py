@@ -1,6 +1,7 @@
 """Every error answer of the front in one shape: OpenAI's, with the failed leg where there is one.
 
-Owns the mapping from the exception tree to HTTP statuses, and the middleware that applies it to all routes.
+Owns the mapping from the exception tree to HTTP statuses, and the middleware that applies it to all
+routes.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def failure_of(failed: Failed, *, own_leg: Leg) -> RuntimeFailure:
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The per-request boundary: whatever goes wrong before the first byte becomes one JSON error."""
+    """The per-request boundary: what goes wrong before the first byte becomes one JSON error."""
     try:
         return await handler(request)
     except RuntimeFailure as e:

@@ -1,6 +1,7 @@
-"""One instance as its HTTP routes see it: configuration, tokenizer, core, and whether it may serve now.
+"""One instance as its HTTP routes see it: what it is made of, and whether it may serve now.
 
-Owns readiness: what `/ready` and the registration say, and which requests are turned away. Knows no HTTP.
+Owns readiness: what `/ready` and the registration say, and which requests are turned away. Knows no
+HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The front's Prometheus metrics, in a registry of their own.
 
-Owns names, buckets and the text format. Counts what the front sees; the core's totals and ledger are added from
-its latest Stats when `/metrics` is read.
+Owns names, buckets and the text format. Counts what the front sees; the core's totals and ledger
+are added from its latest Stats when `/metrics` is read.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Metrics:
             self._kv_bytes.labels(served.path).inc(served.kv_bytes)
 
     def render(self, stats: Stats | None, *, running: int, waiting: int) -> bytes:
-        """The text format. With None (the core does not answer) its totals are left out, not repeated."""
+        """The text format. None: the core does not answer; its totals are left out."""
         self._running.set(running)
         self._waiting.set(waiting)
         self._core.stats = stats

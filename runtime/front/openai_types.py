@@ -42,7 +42,7 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
-    """A string, a list of strings, a list of token ids, or a list of such lists: as a tuple of prompts."""
+    """A string, a list of strings, a list of token ids, or a list of those: as prompts."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -161,7 +161,7 @@ class GenerationBody(_Body):
         return None
 
     def base_seed(self) -> int:
-        """The client's seed, or a random one: a request is reproducible inside, whoever chose its seed."""
+        """The client's seed, or a random one."""
         return (secrets.randbits(63) if self.seed is None else self.seed) & _SEED_MASK
 
     def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:

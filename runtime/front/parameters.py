@@ -1,6 +1,7 @@
-"""Which OpenAI parameters are ignored, which are refused, and what an unknown one was probably meant to be.
+"""Which OpenAI parameters are ignored, which are refused, and what a typo was meant to be.
 
-Owns the documented lists. A parameter that changes the output is never ignored silently: it is served or refused.
+Owns the documented lists. A parameter that changes the output is never ignored silently: it is
+served or refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 def strip_parameters(body: dict[str, object], known: Collection[str]) -> dict[str, object]:
-    """The body without nulls and without what is ignored. Raises RequestError naming what is not served."""
+    """The body without nulls and what is ignored. Raises RequestError for what is not served."""
     kept: dict[str, object] = {}
     for name, value in body.items():
         if value is None or name in IGNORED:

@@ -1,6 +1,7 @@
 """Tells the router that this instance is here: at once on every change, and with each heartbeat.
 
-Owns the retry rules. A router that is down costs one log line and a try a second; it never stops serving.
+Owns the retry rules. A router that is down costs one log line and a try a second; it never stops
+serving.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Registrar:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled. Begins with the core's readiness: before it there is no incarnation to name."""
+        """Until cancelled. Silent until the core is ready: before, it has no incarnation."""
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as self._session:
             while True:
                 pause: float | None = None

@@ -1,4 +1,4 @@
-"""The JSON of answers: chunks and whole bodies of chat and plain completions, usage, log probabilities.
+"""The JSON of answers: chunks and whole bodies, usage, log probabilities.
 
 Owns the shapes. Knows no sockets and no engine; `completions` drives it.
 """

@@ -1,6 +1,7 @@
 """The worker front's process: binds its port, starts the core, serves, drains, ends.
 
-Owns the order of start and stop, and the exit code. `build_app` is the whole HTTP face over a given instance.
+Owns the order of start and stop, and the exit code. `build_app` is the whole HTTP face over a given
+instance.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def serve_worker(config: WorkerConfig, core_argv: CoreArgv) -> int:
 
 
 def bind(address: Address) -> socket.socket:
-    """Listen before anything is started. Raises ConfigError when the port is taken or not ours to take."""
+    """Listen before anything is started. Raises ConfigError when the port is not to be had."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -85,7 +86,7 @@ def bind(address: Address) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"listen {address}: {e.strerror or e}",
-            hint=f"see who has it with `ss -ltnp 'sport = :{address.port}'`, or choose another port",
+            hint=f"`ss -ltnp 'sport = :{address.port}'` shows who has it; or choose another port",
         ) from e
     return listener
 
@@ -152,7 +153,7 @@ class _Worker:
         return registrar
 
     async def _drain(self, instance: Instance, registrar: Registrar | None) -> None:
-        """Take nothing new, tell the router, let what runs finish; a second signal cuts it short."""
+        """Take nothing new and let what runs finish; a second signal cuts it short."""
         instance.draining = True
         log.info("draining: %d requests under way", len(instance.active))
         if registrar is not None:
@@ -210,7 +211,7 @@ async def _name_request(request: web.Request, response: web.StreamResponse) -> N
 
 
 def _counting(metrics: Metrics) -> Middleware:
-    """Counts answers by route and status; unknown paths share one label, so that they cannot flood it."""
+    """Counts answers by route and status. Unknown paths share one label: they cannot flood it."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Text to token ids and token ids to bytes, for one model; built from a GGUF's metadata or tokenizer.json.
+"""Text to token ids and ids to bytes, for one model, from GGUF metadata or tokenizer.json.
 
 Owns how pre-tokenizer kinds map to splitting rules, special tokens and the chat template's place.
 Knows nothing of requests. Reads no tensors.
@@ -43,7 +43,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, other bytes for U+0100 on."""
+    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(other)}
@@ -96,14 +96,14 @@ class Tokenizer:
         return self.encode(self._chat.render(messages), special=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token contributes to the output. Empty for ids beyond the vocabulary (padding rows)."""
+        """What the token adds to the output. Empty for ids beyond the vocabulary (padding)."""
         cached = self._bytes.get(token)
         if cached is None:
             cached = self._bytes[token] = self._spell(token)
         return cached
 
     def token_text(self, token: int) -> str:
-        """The token alone as text, for logprobs; bytes that are no character by themselves show as U+FFFD."""
+        """The token alone, for logprobs; bytes that are no character alone show as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
@@ -133,7 +133,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return _from_gguf(path, read_gguf_metadata(path))
 
 
-# ---- GGUF -----------------------------------------------------------------------------------------
+# ---- GGUF ---------------------------------------------------------------------------------------
 
 
 def _from_gguf(path: Path, metadata: Mapping[str, GgufValue]) -> Tokenizer:
@@ -213,7 +213,7 @@ def _add_special(backend: Backend, tokens: Sequence[str], types: Sequence[GgufVa
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in defined])
 
 
-# ---- Hugging Face folder --------------------------------------------------------------------------
+# ---- Hugging Face folder ------------------------------------------------------------------------
 
 
 def _from_folder(folder: Path) -> Tokenizer:

@@ -1,4 +1,5 @@
-"""A byte-level tokenizer small enough to reason about, and the real HTTP app over a scripted core."""
+"""A byte-level tokenizer small enough to reason about, and the real HTTP app over a scripted
+core."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def alphabet() -> list[str]:
 
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: byte b is token b, then <s> 256, </s> 257, and a plain added token 258."""
+    """A Hugging Face folder: byte b is token b, then <s> 256, </s> 257, and a plain added token
+    258."""
     folder = tmp_path_factory.mktemp("byte-model")
     vocab = {char: byte for byte, char in enumerate(alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab, []))

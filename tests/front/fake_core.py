@@ -1,8 +1,9 @@
 """Stands in for the engine core: the real link protocol, output dictated by the prompt.
 
 A prompt may contain a JSON object that says what to do, for example
-    {"say": "text", "burst": 2, "delay": 0.01, "fail_at": 3, "status": 502, "die_at": 1, "hang": true}
-Tokens are bytes (the tests' tokenizer gives byte b the id b). It counts aborts in its Stats.
+    {"say": "text", "burst": 2, "delay": 0.01, "fail_at": 3, "status": 502, "die_at": 1, "hang":
+    true} Tokens are bytes (the tests' tokenizer gives byte b the id b). It counts aborts in its
+    Stats.
 """
 
 from __future__ import annotations

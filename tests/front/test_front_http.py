@@ -1,4 +1,5 @@
-"""The HTTP face with the real `openai` client, over a scripted core: answers, errors, disconnects."""
+"""The HTTP face with the real `openai` client, over a scripted core: answers, errors,
+disconnects."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ def test_token_ids_are_returned_when_asked_for(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
-# ---- failures --------------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -198,11 +199,26 @@ def test_other_errors_have_the_same_shape(front: Any) -> None:
         ("/v1/chat/completions", b"{nonsense", 400, "invalid_json"),
         ("/v1/chat/completions", b"[1]", 400, "invalid_json"),
         ("/v1/chat/completions", b"[" * 100_000, 400, "invalid_json"),
-        ("/v1/chat/completions", b'{"model":"gpt-4","messages":[{"role":"user","content":"x"}]}', 404, "model_not_found"),
+        (
+            "/v1/chat/completions",
+            b'{"model":"gpt-4","messages":[{"role":"user","content":"x"}]}',
+            404,
+            "model_not_found",
+        ),
         ("/v1/nothing", b"", 404, "not_found"),
         ("/v1/models", b"", 405, "method_not_allowed"),
-        ("/v1/completions", b'{"model":"tiny","prompt":"' + b"x" * 600 + b'"}', 400, "context_length_exceeded"),
-        ("/v1/completions", b'{"model":"tiny","prompt":"xx","max_tokens":511}', 400, "context_length_exceeded"),
+        (
+            "/v1/completions",
+            b'{"model":"tiny","prompt":"' + b"x" * 600 + b'"}',
+            400,
+            "context_length_exceeded",
+        ),
+        (
+            "/v1/completions",
+            b'{"model":"tiny","prompt":"xx","max_tokens":511}',
+            400,
+            "context_length_exceeded",
+        ),
         ("/v1/completions", b'{"model":"tiny","prompt":""}', 400, "invalid_value"),
         ("/v1/completions", b'{"model":"tiny","prompt":[300]}', 400, "invalid_value"),
     ]
@@ -213,7 +229,9 @@ def test_other_errors_have_the_same_shape(front: Any) -> None:
 
 
 def test_a_prompt_over_the_context_names_both_numbers(front: Any) -> None:
-    _, answer, _ = post(front, "/v1/completions", b'{"model":"tiny","prompt":"' + b"x" * 600 + b'"}')
+    _, answer, _ = post(
+        front, "/v1/completions", b'{"model":"tiny","prompt":"' + b"x" * 600 + b'"}'
+    )
     assert "600" in answer["error"]["message"] and "512" in answer["error"]["message"]
 
 
@@ -230,7 +248,10 @@ def test_a_huge_body_is_refused_unread(front: Any) -> None:
 def test_a_huge_chunked_body_is_refused(front: Any) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
     connection.request(
-        "POST", "/v1/completions", iter([b"x" * (1 << 20)] * 9), encode_chunked=True,
+        "POST",
+        "/v1/completions",
+        iter([b"x" * (1 << 20)] * 9),
+        encode_chunked=True,
         headers={"Transfer-Encoding": "chunked"},
     )
     assert connection.getresponse().status == 413
@@ -254,7 +275,7 @@ def test_a_disconnect_aborts_every_choice(front: Any, stream: bool) -> None:
     wait_until(lambda: front.get("/ledger")["idle"], "something is still held")
 
 
-# ---- headers --------------------------------------------------------------------------------------
+# ---- headers ------------------------------------------------------------------------------------
 
 
 def test_request_ids(front: Any) -> None:
@@ -283,7 +304,7 @@ def test_internal_headers_need_the_token(front: Any) -> None:
     assert counters["last_named_prefill"] == 1 and counters["last_deadline_s"] == 7.5
 
 
-# ---- small routes ---------------------------------------------------------------------------------
+# ---- small routes -------------------------------------------------------------------------------
 
 
 def test_models_tokenize_and_back(client: openai.OpenAI, front: Any) -> None:
