@@ -1,0 +1,139 @@
+"""The JSON documents of `plan` and `validate`, and their text for people. Pure.
+
+Values that may be private are shown as ***; secrets never get this far.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pdctl.output import Cell, Screen, Style, table
+from pdctl.plan import Plan, Step, StepKind
+from pdctl.sizes import format_size
+from pdctl.topology import LoadedTopology
+
+HIDDEN = "***"
+_PRIVATE = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+_SIZES = ("kv_cache", "cpu_buffer")
+_STYLES: dict[StepKind, Style] = {
+    "start": "good",
+    "keep": "dim",
+    "replace": "warn",
+    "remove": "bad",
+}
+
+
+def validate_document(loaded: LoadedTopology) -> dict[str, Any]:
+    """The topology with every default filled in, and the instances it leads to."""
+    topology = loaded.topology
+    content = topology.model_dump(mode="json")
+    for role in ("prefill", "decode", "mixed"):
+        for group in content[role]:
+            group["env"] = redacted(group["env"])
+            group["secrets"] = dict.fromkeys(group["secrets"], HIDDEN)
+            group["host"] = group["host"] or next(iter(topology.hosts))
+            for key in _SIZES:
+                if key in group:
+                    group[key] = format_size(group[key])
+    content["router"]["host"] = topology.host_of(topology.router)
+    return {
+        "schema": "pdctl.validate/1",
+        "ok": True,
+        "file": str(loaded.path),
+        "warnings": list(loaded.warnings),
+        "topology": content,
+        "services": [
+            {
+                "name": "router",
+                "host": content["router"]["host"],
+                "ports": {"http": topology.router.port},
+            },
+            *(
+                {"name": i.name, "host": i.host, "ports": i.wanted_ports()}
+                for i in topology.instances()
+            ),
+        ],
+    }
+
+
+def topology_text(document: dict[str, Any]) -> str:
+    """The topology of a `validate_document` as YAML, without what is left to pdctl."""
+    import yaml
+
+    def stated(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: stated(item) for key, item in value.items() if item is not None}
+        return [stated(item) for item in value] if isinstance(value, list) else value
+
+    text: str = yaml.safe_dump(stated(document["topology"]), sort_keys=False)
+    return text
+
+
+def redacted(env: dict[str, str]) -> dict[str, str]:
+    """Hides what by its name may be a secret, wherever the user put it."""
+    return {name: HIDDEN if _PRIVATE.search(name) else value for name, value in env.items()}
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    return {
+        "schema": "pdctl.plan/1",
+        "name": plan.deployment,
+        "changes": plan.changes,
+        "steps": [_step(step) for step in plan.steps],
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    service = step.service
+    return {
+        "kind": step.kind,
+        "name": service.name,
+        "role": service.role,
+        "host": service.host,
+        "reason": step.reason,
+        "ports": service.ports,
+        "url": service.url,
+        "argv": list(service.argv),
+        "env": redacted(service.env),
+        "files": service.files,
+    }
+
+
+def plan_text(plan: Plan, screen: Screen, *, verbose: bool) -> str:
+    """What would be done, and with `verbose` with which commands and config files."""
+    rows = [
+        (
+            Cell(step.kind, _STYLES[step.kind]),
+            step.service.name,
+            step.service.host,
+            " ".join(f"{purpose}:{port}" for purpose, port in step.service.ports.items()),
+            step.reason,
+        )
+        for step in plan.steps
+    ]
+    parts = [table(("STEP", "SERVICE", "HOST", "PORTS", "WHY"), rows, screen)] if rows else []
+    if verbose:
+        parts += [_command(step) for step in plan.of("start", "replace")]
+    return "\n\n".join([*parts, plan_summary(plan)])
+
+
+def plan_summary(plan: Plan) -> str:
+    counts = {
+        "to start": len(plan.of("start")),
+        "to replace": len(plan.of("replace")),
+        "to remove": len(plan.of("remove")),
+        "unchanged": len(plan.of("keep")),
+    }
+    shown = [f"{n} {what}" for what, n in counts.items() if n or what in ("to start", "unchanged")]
+    return f"{plan.deployment}: {', '.join(shown)}"
+
+
+def _command(step: Step) -> str:
+    service = step.service
+    env = [f"{name}={value}" for name, value in redacted(service.env).items()]
+    env += [f"{name}={HIDDEN}" for name in service.secrets]
+    lines = [f"{service.name} on {service.host}", "  " + " ".join([*env, *service.argv])]
+    for name, text in service.files.items():
+        lines += [f"  {{dir}}/{name}:", *(f"    {line}" for line in text.splitlines())]
+    return "\n".join(lines)
