@@ -27,7 +27,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def compare(block: int, total: int, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of copy_runs and of memcpy, and the median ratio, for `total` bytes of blocks."""
+    """Median seconds of copy_runs and of memcpy for `total` bytes, and the median ratio."""
     count = total // block
     order = np.random.default_rng(0)
     runs = np.empty((count, 3), dtype=np.int64)
