@@ -105,8 +105,9 @@ class Fleet:
         self.on_sessions(lambda s: s.call("purge", {"services": names}))
 
     def tail(self, service: str, lines: int) -> list[str]:
-        answers = self.on_sessions(lambda s: s.call("tail", {"service": service, "lines": lines}))
-        return [line for _, answer in answers for line in answer["lines"]]
+        payload = {"services": [service], "lines": lines}
+        answers = self.on_sessions(lambda s: s.call("tail", payload))
+        return [line for _, answer in answers for line in answer["logs"].get(service, [])]
 
     def token(self) -> str | None:
         """The token of what runs already; None when nothing does."""

@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from . import probe
-from .files import Refused, private_dir, write_json, write_private
+from .files import Refused, checked, private_dir, write_json, write_private
 from .procs import MARKER, Proc, marked, send
 from .service import OWN_FILES, Service, deployment_names, service_names
 
@@ -265,8 +265,20 @@ def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
     return {"purged": sorted(names)}
 
 
-def tail(service: Service, lines: int) -> list[str]:
-    """The last lines of the log, also when only `.last` has it. Reads a bounded part of it."""
+def tails(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Last lines by service (None: all). `.last` answers for those that are not here any more."""
+    deployment, names = request["deployment"], request.get("services")
+    if names is None:
+        kept = os.path.join(".last", checked(deployment))
+        suffix = ".out.log"
+        last = [n[: -len(suffix)] for n in service_names(base, kept) if n.endswith(suffix)]
+        names = service_names(base, deployment) or last
+    logs = {n: tail(Service(base, deployment, n), int(request["lines"])) for n in names}
+    return {"logs": {n: lines for n, lines in logs.items() if lines is not None}}
+
+
+def tail(service: Service, lines: int) -> list[str] | None:
+    """The last lines of the log, also when only `.last` has it; None: neither. Reads no more."""
     base, deployment = os.path.split(os.path.dirname(service.dir))
     last = os.path.join(base, ".last", deployment, service.name + ".out.log")
     path = service.path("out.log") if os.path.exists(service.path("out.log")) else last
@@ -276,8 +288,8 @@ def tail(service: Service, lines: int) -> list[str]:
             start = max(0, size - max(65536, 256 * lines))
             f.seek(start)
             found = f.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
+    except FileNotFoundError:
+        return None
     if start and found:
         del found[0]  # cut somewhere in the middle
     return found[-lines:] if lines else []

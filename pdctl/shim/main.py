@@ -25,9 +25,7 @@ READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "status": control.status,
     "token": control.token,
     "probe": probe.probe,
-    "tail": lambda base, r: {
-        "lines": control.tail(Service(base, r["deployment"], r["service"]), int(r["lines"]))
-    },
+    "tail": control.tails,
 }
 CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "start": control.start,
@@ -108,7 +106,7 @@ def follow() -> None:
 class LogReader:
     def __init__(self, path: str, lines: int, service: Service) -> None:
         self.path = path
-        self.first = control.tail(service, lines)
+        self.first = control.tail(service, lines) or []
         self.inode, self.offset = self._look()
         self.rest = b""
 

@@ -1,0 +1,196 @@
+"""What a deployment is doing now: processes from each host, health and ledgers over HTTP.
+
+Always live; reads only. The token is asked of the host and used, never shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from pdctl import state
+from pdctl.agent import shim_call
+from pdctl.errors import UsageError
+from pdctl.fleet import known_hosts, look, machines, on_all
+from pdctl.health import get_json, probe_ready
+from pdctl.hosts import Host, LocalHost
+from pdctl.records import ServiceRecord
+
+Health = Literal["healthy", "starting", "unready", "down"]
+"""
+starting  its process is there, but does not answer yet
+unready   it answers, and says that it cannot serve
+down      its process is gone
+"""
+_KV_COUNTER = "kv_bytes_"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    name: str
+    role: str
+    host: str
+    state: str
+    health: Health
+    reason: str
+    """Why it is not healthy, or what is odd about it; else empty."""
+    pid: int | None
+    uptime_s: float | None
+    url: str
+    ports: dict[str, int]
+    supervised: bool
+    exit: dict[str, Any] | None
+    strays: tuple[int, ...]
+    peers: dict[str, str | None] = field(default_factory=dict)
+    """Path to each peer, None where down."""
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+    """KV moved since the start, by path."""
+    idle: bool | None = None
+    """Nothing is held for any request. None: not known."""
+    held: dict[str, int] = field(default_factory=dict)
+    """What the ledger holds now."""
+    requests: int | None = None
+    """Finished since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentStatus:
+    name: str
+    endpoint: str
+    """Base URL for clients: the router's."""
+    services: tuple[ServiceStatus, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return bool(self.services) and all(s.health == "healthy" for s in self.services)
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV that arrived at decode instances since they started."""
+        return sum(sum(s.kv_bytes.values()) for s in self.services if s.role == "decode")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "pdctl.status/1",
+            "name": self.name,
+            "endpoint": self.endpoint,
+            "healthy": self.healthy,
+            "kv_bytes": self.kv_bytes,
+            "services": [{**asdict(s), "strays": list(s.strays)} for s in self.services],
+        }
+
+
+def deployments() -> tuple[str, ...]:
+    """Names known on this machine: by records here, or by an `up` from here to other hosts."""
+    here = {r.deployment for r in look([LocalHost()], None)}
+    known = (state.recall(name) for name in state.names())
+    return tuple(sorted(here | {k.name for k in known if k and any(k.hosts.values())}))
+
+
+def the_deployment(name: str | None) -> str:
+    """The named one, or the only one. Raises UsageError naming those there are."""
+    found = deployments()
+    if name in found:
+        return str(name)
+    if name is None and len(found) == 1:
+        return found[0]
+    if not found:
+        what = f"there is no deployment {name}" if name else "there is no deployment here"
+        raise UsageError(what, hint="start one with `pdctl up TOPOLOGY`")
+    if name is None:
+        raise UsageError(
+            f"there are {len(found)} deployments: {', '.join(found)}", hint="name one of them"
+        )
+    raise UsageError(f"there is no deployment {name}", hint=f"there are: {', '.join(found)}")
+
+
+def status(name: str) -> DeploymentStatus:
+    """Ask the hosts and every service, all at once."""
+    hosts = known_hosts(name)
+    records = look(hosts.values(), name)
+    in_router = _router_view(records, hosts.values())
+    with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
+        services = tuple(pool.map(lambda r: _service(r, in_router), records))
+    return DeploymentStatus(name, _endpoint(services), tuple(sorted(services, key=_order)))
+
+
+def _order(service: ServiceStatus) -> tuple[int, str, int]:
+    kind, _, number = service.name.rpartition("-")
+    order = ("router", "prefill", "decode", "mixed")
+    rank = order.index(service.role) if service.role in order else len(order)
+    return rank, kind, int(number) if number.isdigit() else 0
+
+
+def _endpoint(services: Iterable[ServiceStatus]) -> str:
+    urls = {s.role: s.url for s in services}
+    return urls.get("router", "")
+
+
+def _router_view(
+    records: Iterable[ServiceRecord], hosts: Iterable[Host]
+) -> Mapping[str, Mapping[str, Any]]:
+    """What the router knows of each instance, by name. {} without a router that answers."""
+    router = next((r for r in records if r.spec and r.spec.role == "router" and r.alive), None)
+    if router is None or router.spec is None:
+        return {}
+    answers = on_all(
+        machines(hosts), lambda h: shim_call(h, "token", {"deployment": router.deployment})
+    )
+    token = next((a["token"] for a in answers if a["token"]), "")
+    _, body = get_json(f"{router.spec.url}/internal/instances", token=token)
+    found = body.get("instances")
+    return {i["name"]: i for i in found if "name" in i} if isinstance(found, list) else {}
+
+
+def _service(record: ServiceRecord, in_router: Mapping[str, Mapping[str, Any]]) -> ServiceStatus:
+    health, reason = _health(record, in_router.get(record.name, {}))
+    spec, last = record.spec, record.exit
+    ledger: dict[str, Any] = {}
+    if spec and spec.role != "router" and health in ("healthy", "unready"):
+        _, ledger = get_json(f"{spec.url}/ledger")
+    counters: dict[str, float] = ledger.get("counters") or {}
+    held: dict[str, int] = ledger.get("ledger") or {}
+    finished = counters.get("requests_finished")
+    return ServiceStatus(
+        name=record.name,
+        role=spec.role if spec else "unknown",
+        host=record.host,
+        state=record.state,
+        health=health,
+        reason=reason,
+        pid=record.service.pid if record.service and record.state == "running" else None,
+        uptime_s=record.uptime_s,
+        url=spec.url if spec else "",
+        ports=spec.ports if spec else {},
+        supervised=record.supervised,
+        exit={**asdict(last), "text": str(last)} if last else None,
+        strays=record.strays,
+        peers={name: peer.get("path") for name, peer in (ledger.get("peers") or {}).items()},
+        kv_bytes={
+            key.removeprefix(_KV_COUNTER): int(value)
+            for key, value in counters.items()
+            if key.startswith(_KV_COUNTER)
+        },
+        idle=ledger.get("idle"),
+        held={key: value for key, value in held.items() if value},
+        requests=int(finished) if finished is not None else None,
+    )
+
+
+def _health(record: ServiceRecord, registered: Mapping[str, Any]) -> tuple[Health, str]:
+    if record.ended:
+        strays = f"; processes {list(record.strays)} outlived it" if record.strays else ""
+        return "down", record.how_it_ended() + strays
+    if record.spec is None:
+        return "unready", "its record was written by another version of pdctl"
+    readiness = probe_ready(record.spec)
+    if not readiness.reachable:
+        return "starting", readiness.reason
+    if not readiness.ready:
+        return "unready", readiness.reason
+    if registered.get("state", "ready") != "ready":
+        return "unready", f"the router says: {registered.get('reason') or registered['state']}"
+    odd = "" if record.supervised else "its supervisor was killed: its exit will not be recorded"
+    return "healthy", odd
