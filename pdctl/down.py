@@ -18,6 +18,7 @@ from pdctl.preflight import describe_port
 from pdctl.records import ServiceRecord
 
 LOCK_WAIT_S = 3.0
+END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,15 @@ class DownResult:
         }
 
 
-def down(name: str, grace_s: float, report: Report) -> DownResult:
-    """Stop everything of the deployment; the router first, so that nothing new comes in."""
+def down(name: str, timeout_s: float | None, report: Report) -> DownResult:
+    """Stop everything of the deployment; the router first, so that nothing new comes in.
+
+    Services have `timeout_s` to finish their requests; None: the topology's drain_timeout.
+    """
     begun = time.monotonic()
+    known = state.recall(name) or state.KnownDeployment(name, "")
+    # Beyond the drain a service needs a moment to end by itself.
+    grace_s = timeout_s if timeout_s is not None else known.drain_timeout_s + END_S
     services: list[StoppedService] = []
     notes: list[str] = []
     with Fleet(name, known_hosts(name), purpose="down", wait_s=LOCK_WAIT_S) as fleet:

@@ -3,7 +3,7 @@
 plan_up, up        bring a deployment to what its topology says
 down               stop it and prove that nothing is left
 status, logs       look at it
-deployments, the_deployment   which there are, and which one is meant
+deployments, resolve_name   which there are, and which one is meant
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from pdctl.down import DownResult, StoppedService, down
 from pdctl.events import Event, EventKind, Report, silent
 from pdctl.logs import LogLine, logs
-from pdctl.status import DeploymentStatus, ServiceStatus, deployments, status, the_deployment
+from pdctl.status import DeploymentStatus, ServiceStatus, deployments, resolve_name, status
 from pdctl.up import UpOptions, UpResult, plan_up, up
 
 __all__ = [
@@ -31,6 +31,6 @@ __all__ = [
     "plan_up",
     "silent",
     "status",
-    "the_deployment",
+    "resolve_name",
     "up",
 ]

@@ -22,6 +22,8 @@ class KnownDeployment:
     """Path of the file it was last brought up from."""
     hosts: dict[str, str | None] = field(default_factory=dict)
     """Topology's key -> address; None: this machine."""
+    drain_timeout_s: float = 30.0
+    """How long `down` lets requests finish when it is not told."""
 
 
 def state_dir() -> Path:

@@ -89,29 +89,30 @@ def deployments() -> tuple[str, ...]:
     return tuple(sorted(here | {k.name for k in known if k and any(k.hosts.values())}))
 
 
-def the_deployment(name: str | None) -> str:
-    """The named one, or the only one. Raises UsageError naming those there are."""
+def resolve_name(name: str | None) -> str:
+    """The given name, or that of the only deployment. Raises UsageError naming those there are."""
+    if name is not None:
+        return name
     found = deployments()
-    if name in found:
-        return str(name)
-    if name is None and len(found) == 1:
+    if len(found) == 1:
         return found[0]
     if not found:
-        what = f"there is no deployment {name}" if name else "there is no deployment here"
-        raise UsageError(what, hint="start one with `pdctl up TOPOLOGY`")
-    if name is None:
-        raise UsageError(
-            f"there are {len(found)} deployments: {', '.join(found)}", hint="name one of them"
-        )
-    raise UsageError(f"there is no deployment {name}", hint=f"there are: {', '.join(found)}")
+        raise UsageError("there is no deployment here", hint="start one: `pdctl up TOPOLOGY`")
+    raise UsageError(
+        f"there are {len(found)} deployments: {', '.join(found)}", hint="name one of them"
+    )
 
 
 def status(name: str) -> DeploymentStatus:
-    """Ask the hosts and every service, all at once."""
+    """Ask the hosts and every service, all at once. Raises UsageError when there is nothing."""
     hosts = known_hosts(name)
     records = look(hosts.values(), name)
+    if not records:
+        others = deployments()
+        hint = f"there are: {', '.join(others)}" if others else "start one: `pdctl up TOPOLOGY`"
+        raise UsageError(f"there is no deployment {name}", hint=hint)
     in_router = _router_view(records, hosts.values())
-    with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
+    with ThreadPoolExecutor(max_workers=min(32, len(records))) as pool:
         services = tuple(pool.map(lambda r: _service(r, in_router), records))
     return DeploymentStatus(name, _endpoint(services), tuple(sorted(services, key=_order)))
 

@@ -185,7 +185,8 @@ def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRe
 def _remember(wanted: Wanted, report: Report) -> None:
     t = wanted.topology
     hosts = {key: _address(t, key) for key in wanted.hosts}
-    error = state.remember(state.KnownDeployment(t.name, str(wanted.path.resolve()), hosts))
+    path = str(wanted.path.resolve())
+    error = state.remember(state.KnownDeployment(t.name, path, hosts, t.drain_timeout))
     if error:
         report(Event("note", f"cannot remember {t.name} on this machine: {error}"))
 
