@@ -49,7 +49,8 @@ def compare(block: int, total: int, rounds: int) -> tuple[float, float, float]:
     def ours() -> None:
         _native.copy_runs(d, total, s, total, runs)
 
-    ours(), plain()
+    for warm_up in (ours, plain):
+        warm_up()
     times = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
     mine = statistics.median(a for a, _ in times)
     base = statistics.median(b for _, b in times)

@@ -42,7 +42,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return self.shape.head_dim**-0.5
+        return float(self.shape.head_dim) ** -0.5
 
     def run(self, num_threads: int = 1) -> Tensor:
         out = torch.full_like(self.query, 777.0)
@@ -243,15 +243,19 @@ def test_reads_the_layout_of_kv_layout() -> None:
 
 
 def refused(
-    case: Case, message: str, error: type[Exception] = ValueError, **changes: object
+    case: Case,
+    message: str,
+    error: type[Exception] = ValueError,
+    num_threads: int = 1,
+    **new: Tensor,
 ) -> None:
+    """The call with `new` arrays in place of the case's raises, and nothing is written."""
     names = ("query", "kv", "tables", "rows", "positions")
-    arrays = [changes.get(name, getattr(case, name)) for name in names]
-    out = changes.get("out", torch.full_like(case.query, 777.0))
+    query, kv, tables, rows, positions = (new.get(name, getattr(case, name)) for name in names)
+    out = new.get("out", torch.full_like(case.query, 777.0))
     with pytest.raises(error, match=message):
-        paged_attention(*arrays, out, 1.0, changes.get("num_threads", 1))
-    if isinstance(out, Tensor):
-        assert (out == 777.0).all()
+        paged_attention(query, kv, tables, rows, positions, out, 1.0, num_threads)
+    assert (out == 777.0).all()
 
 
 def test_bad_indices_are_refused_before_anything_is_written() -> None:
