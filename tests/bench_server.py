@@ -56,6 +56,11 @@ def usage(prompt: int, output: int) -> bytes:
 DONE = sse("[DONE]")
 
 
+def tokens(ids: list[int], piece: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "text": piece, "token_ids": ids, "finish_reason": finish}
+    return sse({"choices": [choice]})
+
+
 def answer(pieces: int, *, prompt: int = 10, gap_s: float = 0.0, **served: Any) -> list[Action]:
     """A whole, good answer of `pieces` one-token pieces."""
     actions: list[Action] = []
@@ -82,7 +87,8 @@ def _app(server: Server, script: Script, model: dict[str, Any]) -> web.Applicati
         return web.json_response({"object": "list", "data": [model]})
 
     async def tokenize(request: web.Request) -> web.Response:
-        return web.json_response({"tokens": (await request.json())["prompt"].split()})
+        words = (await request.json())["prompt"].split()
+        return web.json_response({"tokens": [sum(map(ord, w)) % 1000 for w in words]})
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -98,7 +104,8 @@ def _app(server: Server, script: Script, model: dict[str, Any]) -> web.Applicati
 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_get("/v1/models", models)
-    app.router.add_post("/tokenize", tokenize)
+    if model.get("id") != "mute":
+        app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/v1/completions", generate)
     app.router.add_post("/v1/chat/completions", generate)
     return app

@@ -36,6 +36,8 @@ class Target:
     model: str
     max_model_len: int | None = None
     vocab_size: int | None = None
+    token_ids: bool = False
+    """It is one of ours: each chunk can say which tokens it holds, text or not."""
 
 
 def normalize(endpoint: str) -> str:
@@ -69,17 +71,23 @@ async def look(session: aiohttp.ClientSession, endpoint: str, model: str | None)
         )
     name = model if model is not None else next(iter(models))
     found = models[name]
-    return Target(base, name, _whole(found, "max_model_len"), _whole(found, "vocab_size"))
+    return Target(
+        base,
+        name,
+        _whole(found, "max_model_len"),
+        _whole(found, "vocab_size"),
+        token_ids=found.get("owned_by") == "pdctl",
+    )
 
 
-async def count_tokens(session: aiohttp.ClientSession, target: Target, text: str) -> int:
-    """How many tokens the endpoint's tokenizer makes of `text`."""
+async def tokenize(session: aiohttp.ClientSession, target: Target, text: str) -> list[int]:
+    """What the endpoint's tokenizer makes of `text`."""
     body = {"model": target.model, "prompt": text}
     doc = await _call(session, "POST", f"{target.endpoint}/tokenize", body)
     tokens = doc.get("tokens")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
         raise PdctlError(f"{target.endpoint}/tokenize answered without `tokens`")
-    return len(tokens)
+    return tokens
 
 
 async def _call(
@@ -147,6 +155,8 @@ async def request(
     }
     if ignore_eos:
         body["ignore_eos"] = True
+    if target.token_ids:
+        body["return_token_ids"] = True
     payload = json.dumps(body).encode()
     stream = _Stream()
     zero = time.perf_counter() if origin is None else origin
@@ -220,7 +230,9 @@ def _take(stream: _Stream, event: Event) -> bool:
 
 
 def _carries(choice: Mapping[str, Any]) -> bool:
-    """Output, not just the role that opens a chat stream."""
+    """Output, not just the role that opens a chat stream. Half a character is tokens, not text."""
+    if choice.get("token_ids"):
+        return True
     delta = choice.get("delta")
     if isinstance(delta, dict):
         return any(delta.get(k) for k in ("content", "reasoning_content", "tool_calls"))
@@ -237,7 +249,7 @@ def _incomplete(stream: _Stream) -> Failure | None:
     if not stream.done:
         return Failure("stream cut", "the stream ended without [DONE]")
     if not stream.arrivals:
-        return Failure("empty output", "the answer held no text")
+        return Failure("empty output", "the answer held nothing")
     return None
 
 
@@ -279,7 +291,7 @@ def _reason(error: Exception) -> str:
     """One line, the system's own words where there are some."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     text = str(cause) or type(error).__name__
-    if isinstance(cause, OSError) and cause.errno in errno.errorcode:
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno in errno.errorcode:
         text = os.strerror(cause.errno)  # asyncio puts the address in its place
     elif isinstance(cause, OSError) and cause.strerror:
         text = cause.strerror

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,21 +45,25 @@ def chat_prompt(messages: Sequence[Mapping[str, Any]], max_tokens: int) -> Promp
     return Prompt(CHAT, {"messages": list(messages)}, max_tokens)
 
 
-def random_prompts(
-    count: int, *, input_len: int, output_len: int, vocab_size: int, seed: int
-) -> list[Prompt]:
-    """Prompts of exactly `input_len` token ids.
-
-    Ids come from the middle 80 % of the vocabulary: tokenizers keep special tokens at its ends.
-    """
+def ordinary_ids(vocab_size: int) -> range:
+    """The middle 80 % of a vocabulary: tokenizers keep special tokens at its ends."""
     margin = vocab_size // 10
+    return range(margin, vocab_size - margin)
+
+
+def sample_text() -> str:
+    """Text whose tokens can stand for the vocabulary of an endpoint that does not say its size."""
+    rng = random.Random("sample")
+    words = ("".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 8))) for _ in range(3000))
+    return " ".join(words)
+
+
+def random_prompts(
+    count: int, *, input_len: int, output_len: int, ids: Sequence[int], seed: int
+) -> list[Prompt]:
+    """Prompts of exactly `input_len` token ids out of `ids`."""
     rng = random.Random(f"prompts/{seed}")
-    return [
-        token_prompt(
-            [rng.randrange(margin, vocab_size - margin) for _ in range(input_len)], output_len
-        )
-        for _ in range(count)
-    ]
+    return [token_prompt(rng.choices(ids, k=input_len), output_len) for _ in range(count)]
 
 
 def jsonl_prompts(path: Path, count: int, *, output_len: int | None, default: int) -> list[Prompt]:

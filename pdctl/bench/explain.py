@@ -25,8 +25,8 @@ Metrics (successful requests)
   Decode   1 / TPOT: tokens per second of one stream. Low is bad: its percentiles count from
            the slow end, and P99 is the speed that 99 % of the requests exceed. With
            --output-len 2 it is one gap, the hand-over and one decode step: not decoding
-  TTFT     request sent to first output. A chunk that only opens the answer (a role) does
-           not count
+  TTFT     request sent to first output: the first chunk with tokens, from an endpoint that
+           tells (ours do), else with text. One that only opens the answer does not count
   S_TTFT   the same as the server saw it: request received by the instance that answers, to
            first token
   TPOT     (last output - first output) / (output tokens - 1)
@@ -39,12 +39,12 @@ Metrics (successful requests)
   than the single worst sample; a note says so. "-": no samples. It is never written as 0.
 
 Parts of the TTFT (requests whose answers say their stages)
-  admit          router: checking the request
+  admit          router and instance: checking the request, tokenizing
   route          router: choosing the instances
   reserve        decode: waiting for room in its CPU buffer
   prefill_queue  prefill: waiting for its turn
   prefill        prefill: computing the prompt, first token included
-  stream         the rest: network, tokenizing, detokenizing, this client
+  stream         the rest: network, detokenizing, this client
 
 Hand-over (requests that moved KV)
   transfer       end of the prompt's computation to the last byte put: what moving costs

@@ -204,8 +204,12 @@ def _ttft_parts(ok: Sequence[Outcome]) -> dict[str, Distribution]:
     for o in ok:
         if o.served is None or o.ttft_s is None or not o.served.stages:
             continue
-        known = {**o.served.stages, **o.router_s}
-        taken = {s: known[s] for s in BEFORE_FIRST_TOKEN if s in known}
+        stages, router = o.served.stages, o.router_s
+        taken = {
+            s: stages.get(s, 0.0) + router.get(s, 0.0)  # both admit the request
+            for s in BEFORE_FIRST_TOKEN
+            if s in stages or s in router
+        }
         for stage, seconds in taken.items():
             parts.setdefault(stage, []).append(1e3 * seconds)
         parts.setdefault("stream", []).append(1e3 * (o.ttft_s - sum(taken.values())))

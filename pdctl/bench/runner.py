@@ -13,7 +13,7 @@ import platform
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,8 +104,8 @@ def _check(options: Options) -> None:
 async def _measure(options: Options) -> tuple[Target, Run]:
     async with client.open_session(options.timeout) as session:
         target = await client.look(session, options.endpoint, options.model)
-        prompts = await _prompts(session, target, options)
-        await _warm_up(session, target, options, prompts)
+        warm_up, prompts = await _prompts(session, target, options)
+        await _warm_up(session, target, options, warm_up)
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -136,9 +136,14 @@ def _load(options: Options) -> Load:
 
 async def _prompts(
     session: aiohttp.ClientSession, target: Target, options: Options
-) -> list[Prompt]:
+) -> tuple[list[Prompt], list[Prompt]]:
+    """For the warm-up, and for the run. Random ones differ: the warm-up fills no cache."""
     if options.dataset == "random" or options.dataset_path is None:
-        return _random(target, options, options.num_prompts, options.seed)
+        ids = await _vocabulary(session, target)
+        return (
+            _random(target, options, ids, options.warmup, -1 - options.seed),
+            _random(target, options, ids, options.num_prompts, options.seed),
+        )
     if options.dataset == "jsonl":
         prompts = dataset.jsonl_prompts(
             options.dataset_path,
@@ -150,16 +155,27 @@ async def _prompts(
         prompts = await _sharegpt(session, target, options, options.dataset_path)
     if len(prompts) < options.num_prompts:
         print(f"{options.dataset_path}: {len(prompts)} requests in it", file=sys.stderr)
-    return prompts
+    return prompts[: options.warmup], prompts
 
 
-def _random(target: Target, options: Options, count: int, seed: int) -> list[Prompt]:
-    output_len = options.output_len or _OUTPUT_LEN
-    if target.vocab_size is None:
+async def _vocabulary(session: aiohttp.ClientSession, target: Target) -> Sequence[int]:
+    """Token ids to draw from, none of them special."""
+    if target.vocab_size is not None:
+        return dataset.ordinary_ids(target.vocab_size)
+    try:
+        # A first token may be one that opens every text.
+        return sorted(set((await client.tokenize(session, target, dataset.sample_text()))[1:]))
+    except PdctlError as e:
         raise PdctlError(
-            f"{target.endpoint}/v1/models does not say the vocabulary's size",
-            hint="without it no random tokens can be drawn: use --dataset jsonl",
-        )
+            f"cannot draw random tokens: {target.endpoint} says no vocab_size, and {e}",
+            hint="use --dataset jsonl",
+        ) from e
+
+
+def _random(
+    target: Target, options: Options, ids: Sequence[int], count: int, seed: int
+) -> list[Prompt]:
+    output_len = options.output_len or _OUTPUT_LEN
     limit = target.max_model_len
     if limit is not None and options.input_len + output_len > limit:
         raise UsageError(
@@ -167,11 +183,7 @@ def _random(target: Target, options: Options, count: int, seed: int) -> list[Pro
             f"{limit} tokens together"
         )
     return dataset.random_prompts(
-        count,
-        input_len=options.input_len,
-        output_len=output_len,
-        vocab_size=target.vocab_size,
-        seed=seed,
+        count, input_len=options.input_len, output_len=output_len, ids=ids, seed=seed
     )
 
 
@@ -183,11 +195,11 @@ async def _sharegpt(
     for conversation in dataset.sharegpt_conversations(path, seed=options.seed):
         if len(prompts) == options.num_prompts:
             break
-        max_tokens = options.output_len or await client.count_tokens(
-            session, target, conversation.answer
-        )
+        max_tokens = options.output_len
+        if max_tokens is None:
+            max_tokens = len(await client.tokenize(session, target, conversation.answer))
         if target.max_model_len is not None:
-            asked = await client.count_tokens(session, target, conversation.question)
+            asked = len(await client.tokenize(session, target, conversation.question))
             if asked + max_tokens + _TEMPLATE_TOKENS > target.max_model_len:
                 continue
         messages = [{"role": "user", "content": conversation.question}]
@@ -200,10 +212,8 @@ async def _sharegpt(
 async def _warm_up(
     session: aiohttp.ClientSession, target: Target, options: Options, prompts: list[Prompt]
 ) -> None:
-    """Requests that do not count. The random ones have a seed of their own: no cache is filled."""
-    if options.dataset == "random":
-        prompts = _random(target, options, options.warmup, -1 - options.seed)
-    for prompt in prompts[: options.warmup]:
+    """Requests that do not count, one at a time."""
+    for prompt in prompts:
         outcome = await client.request(session, target, prompt, ignore_eos=options.ignore_eos)
         if outcome.failure is not None:
             raise PdctlError(

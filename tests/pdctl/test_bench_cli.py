@@ -157,13 +157,23 @@ def test_bad_usage_sends_nothing(args: list[str], says: str) -> None:
         assert server.bodies == []
 
 
-def test_an_endpoint_that_does_not_say_its_vocabulary() -> None:
+def test_without_a_vocabulary_size_its_tokenizer_gives_the_ids() -> None:
     model = {k: v for k, v in MODEL.items() if k != "vocab_size"}
+    with serve(good, model) as server:
+        assert _bench("--endpoint", server.url, *SMALL)[0] == 0
+    prompts = [b["prompt"] for b in server.bodies]
+    assert all(len(p) == 16 for p in prompts)
+    assert len({tuple(p) for p in prompts}) == 7
+
+
+def test_without_vocabulary_and_tokenizer_there_are_no_random_prompts() -> None:
+    model = {"id": "mute"}
     with (
         serve(good, model) as server,
-        pytest.raises(PdctlError, match="vocabulary"),
+        pytest.raises(PdctlError, match="cannot draw random tokens") as error,
     ):
         _bench("--endpoint", server.url)
+    assert error.value.hint == "use --dataset jsonl"
 
 
 def test_nobody_there() -> None:

@@ -13,7 +13,9 @@ from pdctl.bench.dataset import (
     CHAT,
     COMPLETIONS,
     jsonl_prompts,
+    ordinary_ids,
     random_prompts,
+    sample_text,
     sharegpt_conversations,
 )
 from pdctl.errors import UsageError
@@ -26,23 +28,29 @@ from pdctl.errors import UsageError
     seed=st.integers(-5, 1 << 40),
 )
 def test_random_prompts(count: int, length: int, vocab: int, seed: int) -> None:
-    prompts = random_prompts(count, input_len=length, output_len=7, vocab_size=vocab, seed=seed)
+    ids = ordinary_ids(vocab)
+    prompts = random_prompts(count, input_len=length, output_len=7, ids=ids, seed=seed)
     assert len(prompts) == count
     for prompt in prompts:
-        ids = prompt.body["prompt"]
         assert prompt.path == COMPLETIONS and prompt.max_tokens == 7
-        assert len(ids) == length
-        assert all(vocab // 10 <= i < vocab - vocab // 10 for i in ids)
+        assert len(prompt.body["prompt"]) == length
+        assert all(vocab // 10 <= i < vocab - vocab // 10 for i in prompt.body["prompt"])
 
 
 def test_random_prompts_follow_the_seed_and_differ() -> None:
     def make(seed: int) -> list[list[int]]:
-        made = random_prompts(4, input_len=50, output_len=1, vocab_size=49_152, seed=seed)
+        ids = ordinary_ids(49_152)
+        made = random_prompts(4, input_len=50, output_len=1, ids=ids, seed=seed)
         return [p.body["prompt"] for p in made]
 
     assert make(0) == make(0)
     assert make(0) != make(1)
     assert len({p[0] for p in make(0)}) == 4  # no common prefix for a cache to find
+
+
+def test_the_sample_text_is_always_the_same_and_various() -> None:
+    assert sample_text() == sample_text()
+    assert len(set(sample_text().split())) > 2000
 
 
 def _file(tmp_path: Path, *lines: str) -> Path:

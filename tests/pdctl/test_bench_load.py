@@ -9,7 +9,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from bench_server import DONE, Action, Cut, Pause, Refuse, Script, answer, serve, sse, text, usage
+from bench_server import (
+    DONE,
+    MODEL,
+    Action,
+    Cut,
+    Pause,
+    Refuse,
+    Script,
+    answer,
+    serve,
+    sse,
+    text,
+    tokens,
+    usage,
+)
 
 from pdctl.bench import client, load
 from pdctl.bench.client import Target, normalize, open_session, server_timing
@@ -127,6 +141,14 @@ def test_a_role_chunk_is_not_the_first_output() -> None:
     assert len(o.arrivals_s) == 1
 
 
+def test_half_a_character_is_a_token_when_the_endpoint_tells() -> None:
+    """Two tokens make one character: the first has no text yet, and is the first output."""
+    o = _ask([tokens([7], ""), Pause(0.1), tokens([8], "é", "length"), usage(3, 2), DONE])
+    assert o.failure is None
+    assert o.ttft_s is not None and o.ttft_s < 0.09
+    assert len(o.arrivals_s) == 2
+
+
 BROKEN = {"error": {"message": "decode-0 died", "type": "leg"}}
 
 
@@ -142,7 +164,7 @@ BROKEN = {"error": {"message": "decode-0 died", "type": "leg"}}
         ([text("a"), text("b")], "stream cut", "without a finish reason"),
         ([text("a"), DONE], "stream cut", "without a finish reason"),
         ([text("a"), text("b", "stop")], "stream cut", "without [DONE]"),
-        ([text("", "stop"), usage(3, 0), DONE], "empty output", "no text"),
+        ([text("", "stop"), usage(3, 0), DONE], "empty output", "nothing"),
         ([text("a"), sse("{nonsense"), text("b", "stop"), DONE], "malformed chunk", "{nonsense"),
         ([], "stream cut", "without a finish reason"),
         ([Cut()], "connection", ""),
@@ -169,6 +191,18 @@ def test_nobody_listening() -> None:
     o = asyncio.run(go())
     assert o.failure is not None
     assert o.failure.kind == "connection" and "refused" in o.failure.message.lower()
+
+
+def test_our_own_endpoints_are_asked_for_token_ids() -> None:
+    async def go(url: str) -> None:
+        async with open_session(5.0) as session:
+            target = await client.look(session, url, None)
+            await client.request(session, target, PROMPT)
+
+    for owner, asked in (("pdctl", True), ("someone", None)):
+        with serve(lambda number, body: answer(1), MODEL | {"owned_by": owner}) as server:
+            asyncio.run(go(server.url))
+        assert server.bodies[0].get("return_token_ids") is asked
 
 
 def test_looking_at_an_endpoint() -> None:

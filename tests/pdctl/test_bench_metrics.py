@@ -180,11 +180,14 @@ def _served(path: str = "shm", kv: int = 1 << 20, **stages: float) -> Served:
 
 
 def test_ttft_parts_add_up_to_the_ttft() -> None:
-    served = _served(reserve=0.02, prefill_queue=0.03, prefill=0.3, transfer=0.001, decode=0.2)
+    served = _served(
+        admit=0.004, reserve=0.02, prefill_queue=0.03, prefill=0.3, transfer=0.001, decode=0.2
+    )
     s = summarize(_run(_outcome(served=served, router={"admit": 0.001, "route": 0.002})))
     means = {stage: d.mean for stage, d in s.ttft_parts.items()}
     assert list(means) == ["admit", "route", "reserve", "prefill_queue", "prefill", "stream"]
-    assert means["stream"] == pytest.approx(147.0)
+    assert means["admit"] == pytest.approx(5.0)  # the router's and the instance's
+    assert means["stream"] == pytest.approx(143.0)
     assert sum(means.values()) == pytest.approx(_mean(s, "ttft"))
     assert _mean(s, "s_ttft") == pytest.approx(400.0)
     assert s.cached_tokens == 16
