@@ -6,17 +6,19 @@ Everything heavy is imported when the command runs, so that `pdctl --help` stays
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from pdctl.errors import EXIT_INTERRUPTED, UsageError
+from pdctl.errors import EXIT_INTERRUPTED, PdctlError, UsageError
 
 
 def bench_command(
     name: Annotated[
-        str | None, typer.Argument(help="The deployment; not needed when only one runs.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Not needed when only one deployment runs."),
     ] = None,
     endpoint: Annotated[
         str | None, typer.Option(help="Measure this URL instead of a deployment of ours.")
@@ -71,13 +73,14 @@ def bench_command(
         return
     rate, shape = _rate(request_rate), _positive("--burstiness", burstiness)
     seconds = _positive("--timeout", timeout)
-    url, deployment = (endpoint, None) if endpoint else _running(name)
+    measured = _measured(name, endpoint)
 
     from pdctl.bench.runner import Options, bench
 
     options = Options(
-        endpoint=url,
-        deployment=deployment,
+        endpoint=measured.endpoint,
+        deployment=measured.deployment,
+        services=measured.services,
         model=model,
         num_prompts=num_prompts,
         request_rate=rate,
@@ -103,9 +106,27 @@ def bench_command(
     raise typer.Exit(code)
 
 
-def _running(name: str | None) -> tuple[str, str | None]:
-    """Endpoint and name of the deployment that `name` means."""
-    raise UsageError(f"deployment {name or ''} not found", hint="give --endpoint http://HOST:PORT")
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What to measure. `services` are the deployment's, for the record; empty for a bare URL."""
+
+    endpoint: str
+    deployment: str | None = None
+    services: tuple[dict[str, str], ...] = ()
+
+
+def _measured(name: str | None, endpoint: str | None) -> _Measured:
+    if endpoint:
+        if name:
+            raise UsageError("give a deployment or --endpoint, not both")
+        return _Measured(endpoint)
+    from pdctl import ops
+
+    found = ops.status(ops.resolve_name(name))
+    if not found.endpoint:
+        raise PdctlError(f"{found.name} has no router", hint=f"pdctl status {found.name}")
+    services = tuple({"name": s.name, "role": s.role, "host": s.host} for s in found.services)
+    return _Measured(found.endpoint, found.name, services)
 
 
 def _rate(text: str) -> float:

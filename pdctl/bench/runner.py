@@ -42,6 +42,8 @@ class Options:
     endpoint: str
     deployment: str | None
     """Name of the running deployment; None when the endpoint was given."""
+    services: tuple[dict[str, str], ...]
+    """Name, role and host of each; for the record."""
     model: str | None
     num_prompts: int
     request_rate: float
@@ -75,6 +77,7 @@ def bench(options: Options, say: Callable[[str], None]) -> int:
         target={
             "endpoint": target.endpoint,
             "deployment": options.deployment,
+            "services": list(options.services),
             "model": target.model,
             "max_model_len": target.max_model_len,
             "client_host": platform.node(),
@@ -225,7 +228,7 @@ async def _warm_up(
 def _arguments(options: Options) -> dict[str, Any]:
     """As given, in JSON's terms."""
     found = asdict(options)
-    for name in ("endpoint", "deployment", "model", "output", "as_json"):
+    for name in ("endpoint", "deployment", "services", "model", "output", "as_json"):
         del found[name]
     if math.isinf(options.request_rate):
         found["request_rate"] = "inf"
