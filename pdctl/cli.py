@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
-import traceback
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,8 @@ import typer
 
 from pdctl import __version__
 from pdctl.bench.cli import bench_command
+from pdctl.cli_edge import AsJson, advise, errors_as, mute_stdout, print_json, save_traceback
+from pdctl.cli_files import init, model_app, validate
 from pdctl.errors import (
     EXIT_DEGRADED,
     EXIT_FAILED,
@@ -34,12 +34,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = typer.Typer(help="Models: what is on this machine, and how it gets here.")
-app.add_typer(model_app, name="model", no_args_is_help=True)
-app.command("bench")(bench_command)
+
+WATCH_S = 2.0
 
 TopologyPath = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="A topology file (YAML).")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="With commands and config files.")]
 
 
@@ -54,6 +52,15 @@ Name = Annotated[
     str | None,
     typer.Argument(
         metavar="[NAME]",
+        help="The deployment; not needed when there is only one.",
+        autocompletion=_complete_name,
+    ),
+]
+
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
         help="The deployment; not needed when there is only one.",
         autocompletion=_complete_name,
     ),
@@ -90,7 +97,11 @@ def up(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring up what TOPOLOGY describes and wait until it really answers. Safe to repeat."""
+    """Start what TOPOLOGY describes, wait until it answers.
+
+    It is ready when every model is loaded, has generated a token, and every path from prefill to
+    decode has carried bytes. Safe to repeat: what runs as wanted is left alone.
+    """
     if dry_run:
         plan(path, as_json=as_json)
         return
@@ -100,15 +111,15 @@ def up(
     options = ops.UpOptions(
         detach=detach, wait_timeout_s=wait_timeout, keep_on_failure=keep_on_failure
     )
-    with _errors_as(as_json), Progress() as report:
+    with errors_as(as_json), Progress() as report:
         result = ops.up(path, options, report)
     if as_json:
-        _print_json(result.to_json())
+        print_json(result.to_json())
         return
     state = "is ready at" if result.ready else "is starting; it will answer at"
     counts = f"{len(result.started)} started, {len(result.kept)} unchanged"
     typer.echo(f"{result.name} {state} {result.endpoint}  ({counts}, {duration(result.seconds)})")
-    _advise(f"pdctl ask 'Hello'   pdctl status   pdctl down {result.name}")
+    advise(f"pdctl ask 'Hello'   pdctl status   pdctl down {result.name}")
 
 
 @app.command()
@@ -120,19 +131,79 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what `up` would do, and change nothing."""
+    """Show what `up` would do; change nothing."""
     from pdctl import ops
     from pdctl.documents import plan_document, plan_text
     from pdctl.output import Progress, Screen
 
-    with _errors_as(as_json), Progress() as report:
+    with errors_as(as_json), Progress() as report:
         found = ops.plan_up(path, report)
     if as_json:
-        _print_json(plan_document(found))
+        print_json(plan_document(found))
     else:
         typer.echo(plan_text(found, Screen.of(sys.stdout), verbose=verbose))
     if exit_code and found.changes:
         raise typer.Exit(EXIT_DEGRADED)
+
+
+@app.command()
+def status(
+    name: Name = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Again every 2 seconds, until Ctrl-C.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what runs where, its health and the KV moved.
+
+    Exits with 3 when not everything is healthy. With --watch --json, one document a line.
+    """
+    from pdctl import ops
+    from pdctl.documents import status_text
+    from pdctl.output import Screen, json_line
+
+    screen = Screen.of(sys.stdout)
+    with errors_as(as_json):
+        deployment = ops.resolve_name(name)
+        while watch:
+            found = ops.status(deployment)
+            clear = "\x1b[H\x1b[2J" if screen.live and not as_json else ""
+            text = json_line(found.to_json()) if as_json else status_text(found, screen)
+            typer.echo(clear + text)
+            time.sleep(WATCH_S)
+        found = ops.status(deployment)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        typer.echo(status_text(found, screen))
+    raise typer.Exit(EXIT_OK if found.healthy else EXIT_DEGRADED)
+
+
+@app.command()
+def logs(
+    services: Annotated[
+        list[str] | None, typer.Argument(metavar="[SERVICE]...", help="Default: all.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Then new lines as they come.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Last lines of each service.")
+    ] = 50,
+    name: NameOption = None,
+) -> None:
+    """Show the logs of all services, or of some."""
+    from pdctl import ops
+    from pdctl.output import Screen
+
+    screen = Screen.of(sys.stdout)
+    deployment = name or ops.resolve_name(None)
+    wanted = services or []
+    for entry in ops.logs(deployment, wanted, lines, follow=follow):
+        prefix = "" if len(wanted) == 1 else screen.paint(f"{entry.service:<10} | ", "dim")
+        typer.echo(f"{prefix}{entry.line}")
+        if follow:
+            sys.stdout.flush()
 
 
 @app.command()
@@ -148,23 +219,25 @@ def down(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a deployment and prove that nothing of it is left. Safe to repeat."""
+    """Stop a deployment; prove that nothing is left.
+
+    Processes are gone, ports free, shared memory unlinked, or it says what is not. Safe to repeat.
+    """
     from pdctl import ops
     from pdctl.output import Progress, duration, print_warning
 
-    with _errors_as(as_json), Progress() as report:
-        result = ops.down(ops.resolve_name(name), timeout, report)
+    with errors_as(as_json), Progress() as report:
+        # A name is taken as it is: stopping what is already down is no mistake.
+        result = ops.down(name or ops.resolve_name(None), timeout, report)
     if as_json:
-        _print_json(result.to_json())
+        print_json(result.to_json())
     else:
         for note in result.notes:
             print_warning(note, sys.stderr)
-        stopped = len(result.services)
         what = "is down" if result.ok else "is NOT down: see above"
+        how = f"{len(result.services)} stopped, {duration(result.seconds)}"
         typer.echo(
-            f"{result.name} {what}  ({stopped} services, {duration(result.seconds)})"
-            if stopped
-            else f"{result.name} was not running"
+            f"{result.name} {what}  ({how})" if result.services else f"{result.name} is not running"
         )
     raise typer.Exit(EXIT_OK if result.ok else EXIT_FAILED)
 
@@ -187,11 +260,15 @@ def ask(
         float, typer.Option(min=0.1, metavar="SECONDS", help="Longest silence.")
     ] = 120.0,
 ) -> None:
-    """Ask the model one question: the answer on stdout, and how it was served on stderr."""
+    """Ask one question; show how it was served.
+
+    The answer goes to stdout, how it was served to stderr.
+    """
+    from pdctl import ops
     from pdctl.ask import ask as ask_endpoint
     from pdctl.ask import describe, first_model
 
-    url = endpoint or _endpoint(name)
+    url = endpoint or ops.status(ops.resolve_name(name)).endpoint
 
     def show(piece: str) -> None:
         typer.echo(piece, nl=False)
@@ -210,79 +287,10 @@ def ask(
         typer.echo(line, err=True)
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
-@app.command()
-def validate(path: TopologyPath, as_json: AsJson = False) -> None:
-    """Check a topology, report every mistake, and print it with all defaults filled in."""
-    from pdctl.documents import topology_text, validate_document
-    from pdctl.output import print_warning
-    from pdctl.topology import load
-
-    with _errors_as(as_json):
-        loaded = load(path)
-    document = validate_document(loaded)
-    if as_json:
-        _print_json(document)
-        return
-    for warning in loaded.warnings:
-        print_warning(warning, sys.stderr)
-    typer.echo(topology_text(document), nl=False)
-
-
-@app.command()
-def init(
-    path: Annotated[
-        Path, typer.Argument(help="The file to write; a folder gets one inside.")
-    ] = Path("topology.yaml"),
-    template: Annotated[
-        str, typer.Option(help="quickstart, mixed, two-hosts, or reference with every key.")
-    ] = "quickstart",
-) -> None:
-    """Write a commented topology to start from. Never overwrites."""
-    from pdctl.init import write_template
-
-    target = write_template(path, template)
-    typer.echo(f"wrote {target}")
-    _advise(f"pdctl validate {target}   pdctl up {target}")
-
-
-@model_app.command("list")
-def model_list(as_json: AsJson = False) -> None:
-    """Models known by name, and which are on this machine."""
-    from pdctl.models import list_models
-    from pdctl.output import Cell, Screen, table
-    from pdctl.sizes import format_size
-
-    entries = list_models()
-    if as_json:
-        models = [
-            {"name": e.alias, "pulled": e.pulled, "path": str(e.path), "bytes": e.nbytes}
-            for e in entries
-        ]
-        _print_json({"schema": "pdctl.models/1", "models": models})
-        return
-    rows = [
-        (
-            e.alias,
-            Cell("yes", "good") if e.pulled else Cell("no", "dim"),
-            format_size(e.nbytes),
-            e.about,
-        )
-        for e in entries
-    ]
-    typer.echo(table(("NAME", "HERE", "SIZE", "ABOUT"), rows, Screen.of(sys.stdout)))
-
-
-@model_app.command("pull")
-def model_pull(
-    alias: Annotated[str, typer.Argument(metavar="NAME", help="See `pdctl model list`.")],
-) -> None:
-    """Bring a known model onto this machine and print its path. At once when it is here."""
-    from pdctl import models
-
-    typer.echo(models.pull(alias, report=models.StderrProgress()))
+app.command("bench")(bench_command)
+app.command("validate")(validate)
+app.command("init")(init)
+app.add_typer(model_app, name="model", no_args_is_help=True)
 
 
 # ---- the edge ------------------------------------------------------------------------------------
@@ -305,58 +313,11 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        _mute_stdout()
+        mute_stdout()
         sys.exit(EXIT_FAILED)
     except Exception as e:
         # The one boundary for our own bugs: nothing of a traceback on the screen, all in a file.
-        where = _save_traceback()
+        where = save_traceback()
         print(f"error: this is a bug in pdctl: {type(e).__name__}: {e}", file=sys.stderr)
         print(f"hint: please report it with the traceback in {where}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
-
-
-@contextlib.contextmanager
-def _errors_as(as_json: bool) -> Iterator[None]:
-    """With --json a failure is a document on stdout too; the message on stderr stays."""
-    try:
-        yield
-    except PdctlError as e:
-        if as_json:
-            from pdctl.output import error_document
-
-            _print_json(error_document(e))
-        raise
-
-
-def _endpoint(name: str | None) -> str:
-    from pdctl import ops
-
-    return ops.status(ops.resolve_name(name)).endpoint
-
-
-def _print_json(document: dict[str, object]) -> None:
-    from pdctl.output import json_text
-
-    typer.echo(json_text(document))
-
-
-def _advise(text: str) -> None:
-    """What one may want next: for people at a terminal only."""
-    if sys.stderr.isatty():
-        typer.echo(f"next: {text}", err=True)
-
-
-def _save_traceback() -> str:
-    """The stack without values of variables: those could be secrets."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="pdctl-bug-", suffix=".txt", delete=False, encoding="utf-8"
-    ) as f:
-        f.write(f"pdctl {__version__}, Python {sys.version}\n{traceback.format_exc()}")
-    return f.name
-
-
-def _mute_stdout() -> None:
-    """The reader is gone; Python's flush at exit would complain a second time."""
-    import os
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The JSON documents of `plan` and `validate`, and their text for people. Pure.
+"""The JSON documents of `plan` and `validate`, and what people see of these and of `status`. Pure.
 
 Values that may be private are shown as ***; secrets never get this far.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pdctl.output import Cell, Screen, Style, table
+from pdctl.output import Cell, Screen, Style, duration, table
 from pdctl.plan import Plan, Step, StepKind
 from pdctl.sizes import format_size
+from pdctl.status import DeploymentStatus, Health, ServiceStatus
 from pdctl.topology import LoadedTopology
 
 HIDDEN = "***"
@@ -127,6 +128,64 @@ def plan_summary(plan: Plan) -> str:
     }
     shown = [f"{n} {what}" for what, n in counts.items() if n or what in ("to start", "unchanged")]
     return f"{plan.deployment}: {', '.join(shown)}"
+
+
+# ---- status --------------------------------------------------------------------------------------
+
+_HEALTH: dict[Health, tuple[str, Style]] = {
+    "healthy": ("ok", "good"),
+    "starting": ("waiting", "warn"),
+    "unready": ("failed", "warn"),
+    "down": ("failed", "bad"),
+}
+_COLUMNS = (
+    *("SERVICE", "ROLE", "HOST", "PID", "STATE", "HEALTH", "UPTIME", "ENDPOINT"),
+    *("KV MOVED", "HELD"),
+)
+
+
+def status_text(found: DeploymentStatus, screen: Screen) -> str:
+    """A line for the deployment, the table, and a line for each thing that is not well."""
+    word = "healthy" if found.healthy else "degraded" if found.services else "not running"
+    head = f"{found.name}  {screen.paint(word, 'good' if found.healthy else 'bad')}"
+    parts = [f"{head}  {found.endpoint}".rstrip()]
+    if found.services:
+        parts.append(table(_COLUMNS, [_service(s, screen) for s in found.services], screen))
+    notes = [f"{s.name}: {s.reason}" for s in found.services if s.reason]
+    return "\n".join([*parts, *notes])
+
+
+def _service(service: ServiceStatus, screen: Screen) -> list[Cell | str]:
+    symbol, style = _HEALTH[service.health]
+    return [
+        service.name,
+        service.role,
+        service.host,
+        str(service.pid or "-"),
+        service.state,
+        Cell(f"{screen.symbol(symbol)} {service.health}", style),
+        duration(service.uptime_s) if service.uptime_s is not None else "-",
+        service.url or "-",
+        _kv_moved(service),
+        _held(service),
+    ]
+
+
+def _kv_moved(service: ServiceStatus) -> str:
+    """`1.5MiB shm`, for each path that was used; `-` where none can be."""
+    if service.role not in ("prefill", "decode"):
+        return "-"
+    used = [f"{format_size(n)} {path}" for path, n in service.kv_bytes.items() if n]
+    return ", ".join(used) or ("0" if service.idle is not None else "?")
+
+
+def _held(service: ServiceStatus) -> str:
+    """What requests hold now; 0 when idle."""
+    if service.role == "router":
+        return "-"
+    if service.idle is None:
+        return "?"
+    return " ".join(f"{key}={n}" for key, n in service.held.items()) or "0"
 
 
 def _command(step: Step) -> str:

@@ -103,6 +103,11 @@ def json_text(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False)
 
 
+def json_line(document: dict[str, Any]) -> str:
+    """For streams of documents: one a line."""
+    return json.dumps(document, ensure_ascii=False)
+
+
 def error_document(error: PdctlError) -> dict[str, Any]:
     document: dict[str, Any] = {
         "schema": "pdctl.error/1",

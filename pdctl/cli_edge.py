@@ -1,0 +1,57 @@
+"""What every command needs at its edge: JSON results, errors as documents, advice, bug reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from pdctl import __version__
+from pdctl.errors import PdctlError
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+@contextlib.contextmanager
+def errors_as(as_json: bool) -> Iterator[None]:
+    """With --json a failure is a document on stdout too; the message on stderr stays."""
+    try:
+        yield
+    except PdctlError as e:
+        if as_json:
+            from pdctl.output import error_document
+
+            print_json(error_document(e))
+        raise
+
+
+def print_json(document: dict[str, Any]) -> None:
+    from pdctl.output import json_text
+
+    typer.echo(json_text(document))
+
+
+def advise(text: str) -> None:
+    """What one may want next: for people at a terminal only."""
+    if sys.stderr.isatty():
+        typer.echo(f"next: {text}", err=True)
+
+
+def save_traceback() -> str:
+    """The stack without values of variables: those could be secrets. Returns the file."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="pdctl-bug-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as f:
+        f.write(f"pdctl {__version__}, Python {sys.version}\n{traceback.format_exc()}")
+    return f.name
+
+
+def mute_stdout() -> None:
+    """The reader is gone; Python's flush at exit would complain a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,89 @@
+"""Commands about files on this machine, not about deployments: validate, init, model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdctl.cli_edge import AsJson, advise, errors_as, print_json
+
+model_app = typer.Typer(help="Models on this machine, and how they get here.")
+
+
+def validate(
+    path: Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="A topology file (YAML).")],
+    as_json: AsJson = False,
+) -> None:
+    """Check a topology; report every mistake at once.
+
+    Prints it with all defaults filled in.
+    """
+    from pdctl.documents import topology_text, validate_document
+    from pdctl.output import print_warning
+    from pdctl.topology import load
+
+    with errors_as(as_json):
+        loaded = load(path)
+    document = validate_document(loaded)
+    if as_json:
+        print_json(document)
+        return
+    for warning in loaded.warnings:
+        print_warning(warning, sys.stderr)
+    typer.echo(topology_text(document), nl=False)
+
+
+def init(
+    path: Annotated[
+        Path, typer.Argument(help="The file to write; a folder gets one inside.")
+    ] = Path("topology.yaml"),
+    template: Annotated[
+        str, typer.Option(help="quickstart, mixed, two-hosts, or reference with every key.")
+    ] = "quickstart",
+) -> None:
+    """Write a commented topology; never overwrite."""
+    from pdctl.init import write_template
+
+    target = write_template(path, template)
+    typer.echo(f"wrote {target}")
+    advise(f"pdctl validate {target}   pdctl up {target}")
+
+
+@model_app.command("list")
+def model_list(as_json: AsJson = False) -> None:
+    """Models known by name, and which are on this machine."""
+    from pdctl.models import list_models
+    from pdctl.output import Cell, Screen, table
+    from pdctl.sizes import format_size
+
+    entries = list_models()
+    if as_json:
+        models = [
+            {"name": e.alias, "pulled": e.pulled, "path": str(e.path), "bytes": e.nbytes}
+            for e in entries
+        ]
+        print_json({"schema": "pdctl.models/1", "models": models})
+        return
+    rows = [
+        (
+            e.alias,
+            Cell("yes", "good") if e.pulled else Cell("no", "dim"),
+            format_size(e.nbytes),
+            e.about,
+        )
+        for e in entries
+    ]
+    typer.echo(table(("NAME", "HERE", "SIZE", "ABOUT"), rows, Screen.of(sys.stdout)))
+
+
+@model_app.command("pull")
+def model_pull(
+    alias: Annotated[str, typer.Argument(metavar="NAME", help="See `pdctl model list`.")],
+) -> None:
+    """Bring a known model onto this machine and print its path. At once when it is here."""
+    from pdctl import models
+
+    typer.echo(models.pull(alias, report=models.StderrProgress()))
