@@ -323,6 +323,8 @@ class DecodeHandoff:
         if request.landed:
             self._adopt(request)
             self._swap_in(request)
+            # The copies may have been done before KvReady came.
+            self._maybe_resume(request)
 
     def _swap_in(self, request: DecodeRequest) -> None:
         """Copy what has landed and has a place to go; copies of one request follow each other."""
@@ -365,7 +367,9 @@ class DecodeHandoff:
             self._fail(request, f"swap in: {error}", 502, "decode")
 
     def _maybe_resume(self, request: DecodeRequest) -> None:
-        if request.over or not request.all_landed or request.copied < request.num_blocks:
+        if request.over or request.resumed:
+            return
+        if not request.all_landed or request.copied < request.num_blocks:
             return
         assert request.first is not None and request.ready is not None
         request.resumed_at = self._loop.time()
