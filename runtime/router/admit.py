@@ -5,21 +5,25 @@ Ends with a Call or a RequestError (400, 401, 413, 415). Does not know instances
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import secrets
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
+from runtime.config import read_token
 from runtime.errors import ConfigError, RequestError
 from runtime.protocol import RequestId
 
 # Echoed and logged, so nothing that could break a log line.
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+BODY_TIMEOUT_S = 60.0
 
 
 class _Envelope(msgspec.Struct):
@@ -74,19 +78,17 @@ def _bearer(request: web.Request) -> bytes:
 
 
 def read_api_keys(path: str | None) -> tuple[bytes, ...]:
-    """One key a line. Raises ConfigError when the file is missing, empty, or readable by others."""
+    """One key a line, `#` starts a comment line. Raises ConfigError as `read_token` does."""
     if path is None:
         return ()
-    file = Path(path)
     try:
-        mode = file.stat().st_mode
-        keys = tuple(line.strip() for line in file.read_bytes().splitlines() if line.strip())
-    except OSError as e:
-        raise ConfigError(f"api_key_file {path}: {e.strerror}") from e
-    if mode & 0o077:
-        raise ConfigError(f"api_key_file {path}: readable by others", hint=f"chmod 600 {path}")
+        text = read_token(path)
+    except ConfigError as e:
+        raise ConfigError(str(e).replace("token_file", "api_key_file", 1), hint=e.hint) from e
+    lines = (line.strip() for line in text.splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith(b"#"))
     if not keys:
-        raise ConfigError(f"api_key_file {path}: empty", hint="write one key a line")
+        raise ConfigError(f"api_key_file {path}: has no key", hint="write one key a line")
     return keys
 
 
@@ -135,9 +137,16 @@ async def admit(
     started = time.perf_counter()
     check_head(request, keys, max_body_bytes)
     try:
-        body = await request.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
     except web.HTTPRequestEntityTooLarge as e:
         raise too_large(max_body_bytes) from e
+    except TimeoutError as e:
+        raise RequestError(
+            f"the request body did not arrive within {BODY_TIMEOUT_S:g} s",
+            status=408,
+            code="body_timeout",
+        ) from e
     envelope = _parse(body)
     return Call(
         id=RequestId(secrets.token_hex(12)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -165,17 +164,13 @@ async def _serve(config: RouterConfig, token: bytes, api_keys: tuple[bytes, ...]
 
 
 def run_router(config_path: Path) -> int:
-    """Serve until SIGTERM. The exit code: 0 after a clean stop, 1 when it could not start."""
+    """Serve until SIGTERM; 0 after a clean stop. Raises ConfigError when it cannot start."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    try:
-        config = load(config_path, RouterConfig)
-        token, api_keys = read_token(config.token_file), read_api_keys(config.api_key_file)
-        if not (token.isascii() and token.decode("ascii").isprintable()):
-            raise ConfigError(f"token_file {config.token_file}: not printable ASCII")
-        uvloop.run(_serve(config, token, api_keys))
-    except ConfigError as e:
-        print(f"router: {e}" + (f" ({e.hint})" if e.hint else ""), file=sys.stderr)
-        return 1
+    config = load(config_path, RouterConfig)
+    token, api_keys = read_token(config.token_file), read_api_keys(config.api_key_file)
+    if not (token.isascii() and token.decode("ascii").isprintable()):
+        raise ConfigError(f"token_file {config.token_file}: not printable ASCII")
+    uvloop.run(_serve(config, token, api_keys))
     return 0

@@ -146,7 +146,9 @@ class Dispatcher:
         except TimeoutError as e:
             limit = f"within {self._config.request_timeout_s:g} s"
             if exchange.choice is None:
-                raise RequestError(f"the request did not arrive {limit}", status=408) from e
+                raise RequestError(
+                    f"the request did not arrive {limit}", status=408, code="body_timeout"
+                ) from e
             decode = exchange.choice.decode.name
             raise LegError(
                 f"{decode} did not finish {limit}", leg="decode", instance=decode, timeout=True
@@ -237,9 +239,13 @@ class Dispatcher:
         try:
             answer = await exchange.relay.run(upstream, headers, first_byte)
         except UpstreamCut as e:
-            failure = self._lost(choice, "disconnect", f"it broke off in mid-answer: {e}")
-            if not exchange.relay.started:
-                return failure
+            leg = exchange.relay.reported_leg()
+            if leg:  # the instance lives: it ended the stream itself, with an error event
+                self._blame(choice, leg)
+            else:
+                failure = self._lost(choice, "disconnect", f"it broke off in mid-answer: {e}")
+                if not exchange.relay.started:
+                    return failure
             name = choice.decode.name
             raise LegError(f"{name} broke off in mid-answer", leg="decode", instance=name) from e
         exchange.status = upstream.status
@@ -254,19 +260,22 @@ class Dispatcher:
         except (aiohttp.ClientError, OSError) as e:
             return self._lost(choice, "disconnect", f"it broke off in mid-answer: {e}")
         answer = web.Response(status=upstream.status, headers=response_headers(upstream), body=body)
-        decode, prefill = choice.decode, choice.prefill
         if upstream.status == 503:
-            return Failure("overloaded", answer, Avoid(frozenset({decode.name})))
+            return Failure("overloaded", answer, Avoid(frozenset({choice.decode.name})))
         leg = upstream.headers.get(HEADER_FAILED_LEG, "decode")
+        return Failure("failed_leg", answer, self._blame(choice, leg))
+
+    def _blame(self, choice: Choice, leg: str) -> Avoid:
+        """Remember which leg failed; returns what a retry of this request must avoid."""
+        decode, prefill = choice.decode, choice.prefill
         if leg == "prefill" and prefill is not None:
             self._registry.suspect(prefill)
-            return Failure("failed_leg", answer, Avoid(frozenset({prefill.name})))
+            return Avoid(frozenset({prefill.name}))
         if leg == "transfer" and prefill is not None:
             self._registry.suspect_link(decode, prefill)
-            pair = (prefill.name, decode.name)
-            return Failure("failed_leg", answer, Avoid(pairs=frozenset({pair})))
+            return Avoid(pairs=frozenset({(prefill.name, decode.name)}))
         self._registry.suspect(decode)
-        return Failure("failed_leg", answer, Avoid(frozenset({decode.name})))
+        return Avoid(frozenset({decode.name}))
 
     def _lost(self, choice: Choice, reason: Reason, why: str) -> Failure:
         """The instance that was asked is gone: out at once, until a probe reaches it again."""

@@ -58,5 +58,5 @@ class Prober:
                 return f"/health answered {response.status}"
         except TimeoutError:
             return f"/health did not answer within {PROBE_TIMEOUT.total:g} s"
-        except (aiohttp.ClientError, ValueError) as e:
+        except (aiohttp.ClientError, OSError, ValueError) as e:
             return f"/health failed: {e or type(e).__name__}"

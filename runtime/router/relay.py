@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -44,6 +45,17 @@ def response_headers(upstream: aiohttp.ClientResponse) -> CIMultiDict[str]:
     return CIMultiDict([(k, v) for k, v in upstream.headers.items() if k.lower() not in dropped])
 
 
+class _Error(msgspec.Struct):
+    leg: str | None = None
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error
+
+
+_event_decoder = msgspec.json.Decoder(_ErrorEvent)
+
+
 class EventCutter:
     """Lets whole SSE events through: a cut upstream never leaves half of one at the client."""
 
@@ -74,11 +86,14 @@ class EventCutter:
     def done(self) -> bool:
         return self.last.rstrip().endswith(b"data: [DONE]")
 
-    @property
-    def failed(self) -> bool:
-        """The upstream's last event said that it failed."""
+    def failed_leg(self) -> str:
+        """Of the upstream's last event, if that said that it failed; else empty."""
         event = self.last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
-        return event.startswith(b'data: {"error"')
+        try:
+            error = _event_decoder.decode(event.removeprefix(b"data:")).error
+        except msgspec.MsgspecError:
+            return ""
+        return error.leg or "decode"
 
 
 class Relay:
@@ -143,6 +158,10 @@ class Relay:
             await response.write(chunk)
             chunk = await _read(upstream)
 
+    def reported_leg(self) -> str:
+        """The leg that the upstream itself reported as failed before it broke off, or empty."""
+        return "" if self._cutter is None else self._cutter.failed_leg()
+
     async def break_off(self, event: bytes) -> web.StreamResponse:
         """End a started answer so that nobody takes it for complete: error event, no clean end."""
         response, cutter = self._response, self._cutter
@@ -152,7 +171,7 @@ class Relay:
         transport = self._request.transport
         if transport is None:
             return response
-        if cutter is not None and not cutter.failed:
+        if cutter is not None and not cutter.failed_leg():
             try:
                 async with asyncio.timeout(BREAK_OFF_S):
                     await response.write(event)

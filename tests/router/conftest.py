@@ -188,7 +188,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {n: pyfuncitem.funcargs[n] for n in pyfuncitem._fixtureinfo.argnames}
-    pyfuncitem.funcargs["loop_runner"].run(pyfuncitem.obj(**arguments))
+    runner = pyfuncitem.funcargs["loop_runner"]
+    assert isinstance(runner, asyncio.Runner)
+    runner.run(pyfuncitem.obj(**arguments))
     return True
 
 

@@ -381,6 +381,9 @@ async def test_an_instances_own_error_event_is_not_followed_by_another(router: H
     await router.pair(script)
     async with router.post(body={"stream": True}) as response:
         assert await read_all(response) == event("first") + own + b"<cut>"
+    assert (await router.state("decode-0"))["state"] == "ready", "it lives: it spoke"
+    assert (await router.state("decode-0"))["failed"] == 0
+    assert (await router.state("prefill-0"))["failed"] == 1
 
 
 async def test_a_cut_answer_that_does_not_stream_becomes_a_502(router: Harness) -> None:
