@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from supervision import STUB, Home, Lab, Site
 
-from pdctl.agent import shim_call
 from pdctl.hosts import LocalHost
-from pdctl.services import ServiceSpec
-from pdctl.shim import procs
-
-STUB = Path(__file__).with_name("stub_runtime.py")
 
 
-def gone(pid: int) -> bool:
-    """Dead or a zombie."""
-    return procs.proc(pid) is None
-
-
-def eventually(check: Callable[[], Any], within_s: float = 10.0) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (value := check()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return value
-
-
-@dataclass
-class Home:
-    """PDCTL_HOME of one test."""
-
-    root: Path
-
-    @property
-    def base(self) -> Path:
-        return self.root / "home"
-
-    def dir(self, deployment: str, service: str) -> Path:
-        return self.base / deployment / service
-
-    def record(self, deployment: str, service: str, file: str = "identity.json") -> Any:
-        return json.loads((self.dir(deployment, service) / file).read_text())
-
-    def processes(self) -> list[int]:
-        """Everything that carries a mark of this home."""
-        return [p.pid for found in procs.marked(str(self.base)).values() for p in found]
+@pytest.fixture(scope="session")
+def shim_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests share one copy of the shim, compiled once."""
+    return tmp_path_factory.mktemp("shim")
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+def home(tmp_path: Path, shim_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     home = Home(tmp_path)
+    home.base.mkdir(mode=0o700)
+    (home.base / ".shim").symlink_to(shim_store)
     monkeypatch.setenv("PDCTL_HOME", str(home.base))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield home
@@ -74,64 +39,9 @@ def host(home: Home) -> LocalHost:
     return LocalHost()
 
 
-@dataclass
-class Lab:
-    """Starts single services through the shim, without plan or topology."""
-
-    home: Home
-    host: LocalHost
-
-    def spec(self, code: str, name: str = "a", **more: Any) -> ServiceSpec:
-        """A service that runs this Python text."""
-        argv = (sys.executable, "-c", code)
-        return ServiceSpec("demo", name, "mixed", "local", argv=argv, **more)
-
-    def start(self, spec: ServiceSpec, **more: Any) -> dict[str, Any]:
-        return self.call("start", {"spec": asdict(spec), "hash": spec.hash, **more})
-
-    def stop(self, grace_s: float = 5.0) -> dict[str, Any]:
-        answer = self.call("stop", {"deployment": "demo", "timeout": grace_s})
-        return {s["service"]: s for s in answer["services"]}
-
-    def status(self, name: str = "a") -> dict[str, Any]:
-        found = self.call("status", {"deployment": "demo"})["services"]
-        return next((s for s in found if s["service"] == name), {})
-
-    def call(self, do: str, payload: dict[str, Any]) -> dict[str, Any]:
-        return shim_call(self.host, do, payload)
-
-
 @pytest.fixture
 def lab(home: Home, host: LocalHost) -> Lab:
     return Lab(home, host)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-@dataclass
-class Site:
-    """Whole deployments of the stub, from topology files."""
-
-    home: Home
-    python: Path
-    model: Path
-
-    def topology(self, name: str = "demo", **sections: Any) -> Path:
-        document: dict[str, Any] = {
-            "name": name,
-            "model": str(self.model),
-            "hosts": {"local": {"python": str(self.python)}},
-            "router": {"host": "local", "port": free_port()},
-            "prefill": [{"host": "local", "kv_cache": "1MiB"}],
-            "decode": [{"host": "local", "kv_cache": "1MiB", "cpu_buffer": "1MiB"}],
-        } | sections
-        path = self.home.root / f"{name}.yaml"
-        path.write_text(json.dumps(document))
-        return path
 
 
 @pytest.fixture

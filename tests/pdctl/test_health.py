@@ -1,0 +1,173 @@
+"""Waiting: for readiness, for peers, and not a moment longer once it is hopeless."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from supervision import free_port
+
+from pdctl.errors import ServiceFailed
+from pdctl.health import Watcher, probe_ready, wait_ready
+from pdctl.records import ExitRecord, ServiceRecord
+from pdctl.services import ServiceSpec
+
+
+@dataclass
+class Fake:
+    """A service whose /ready says what the test wants."""
+
+    url: str
+    status: int = 200
+    body: Any = field(default_factory=dict)
+    hang_s: float = 0.0
+
+    def spec(self, **more: Any) -> ServiceSpec:
+        return ServiceSpec("demo", "a", "decode", "local", argv=("x",), url=self.url, **more)
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(fake.hang_s)
+            body = fake.body if isinstance(fake.body, bytes) else json.dumps(fake.body).encode()
+            self.send_response(fake.status if self.path == "/ready" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    fake = Fake(f"http://127.0.0.1:{server.server_address[1]}")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield fake
+    server.shutdown()
+    server.server_close()
+
+
+ALIVE = ServiceRecord(
+    deployment="demo",
+    name="a",
+    host="local",
+    dir="/d",
+    state="running",
+    supervised=True,
+    spec=None,
+    spec_hash="",
+    service=None,
+    shim=None,
+    exit=None,
+    uptime_s=1.0,
+    rebooted=False,
+    strays=(),
+)
+DEAD = replace(
+    ALIVE,
+    state="exited",
+    supervised=False,
+    exit=ExitRecord(code=3, signal=None, error="", at=0.0, ran_s=0.5, asked=False),
+)
+
+
+@dataclass
+class Told:
+    record: ServiceRecord | None = ALIVE
+    ready: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+
+    def watcher(self) -> Watcher:
+        return Watcher(
+            observe=lambda: {"a": self.record} if self.record else {},
+            tail=lambda name: [f"last words of {name}"],
+            on_ready=lambda service, _: self.ready.append(service.name),
+            on_wait=lambda _, reason, __: self.waits.append(reason),
+        )
+
+
+def soon(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def test_ready_at_once(fake: Fake) -> None:
+    told = Told()
+    wait_ready([fake.spec()], told.watcher(), soon(20))
+    assert told.ready == ["a"]
+
+
+def test_it_waits_and_tells_what_for(fake: Fake) -> None:
+    told = Told()
+    fake.status, fake.body = 503, {"waiting_for": "the model to load"}
+    timer = threading.Timer(0.5, lambda: setattr(fake, "status", 200))
+    timer.start()
+    wait_ready([fake.spec()], told.watcher(), soon(20))
+    assert told.ready == ["a"] and set(told.waits) == {"the model to load"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (503, {"reasons": ["no instance", "no pair"]}, "no instance; no pair"),
+        (503, {"error": {"message": "dying"}}, "dying"),
+        (500, b"<html>", "HTTP 500"),
+        (503, [1], "HTTP 503"),
+        (200, {"peers": {}}, "no path to p-0, p-1"),
+        (200, {"peers": {"p-0": "shm", "p-1": None}}, "no path to p-1"),
+        (200, {"peers": {"p-0": {"path": "shm"}, "p-1": {"path": None}}}, "no path to p-1"),
+        (200, {"peers": {"p-0": {"path": "shm"}, "p-1": {"path": "tcp"}}}, ""),
+    ],
+)
+def test_what_ready_means(fake: Fake, status: int, body: Any, reason: str) -> None:
+    fake.status, fake.body = status, body
+    found = probe_ready(fake.spec(expects_peers=("p-0", "p-1")))
+    assert (found.ready, found.reason, found.reachable) == (not reason, reason, True)
+
+
+def test_a_death_ends_the_wait_at_once_also_while_ready_hangs(fake: Fake) -> None:
+    told = Told()
+    fake.hang_s = 1.5
+    threading.Timer(0.3, lambda: setattr(told, "record", DEAD)).start()
+    begun = time.monotonic()
+    with pytest.raises(ServiceFailed) as caught:
+        wait_ready([fake.spec()], told.watcher(), soon(60))
+    assert time.monotonic() - begun < 1.4
+    failed = caught.value
+    assert str(failed) == "a on local: exited with code 3 after 0.5 s"
+    assert failed.exit_status == 3 and failed.log_tail == ("last words of a",)
+
+
+def test_an_exit_that_answers_ready_is_still_a_failure(fake: Fake) -> None:
+    """Another server on its port must not make a dead service look alive."""
+    with pytest.raises(ServiceFailed, match="exited with code 3"):
+        wait_ready([fake.spec()], Told(record=DEAD).watcher(), soon(20))
+
+
+def test_the_deadline_names_what_was_missing(fake: Fake) -> None:
+    fake.status, fake.body = 503, {"waiting_for": "the model to load"}
+    with pytest.raises(ServiceFailed, match=r"not ready after 0 s: the model to load") as caught:
+        wait_ready([fake.spec()], Told().watcher(), soon(0.3))
+    assert caught.value.log_tail == ("last words of a",)
+    assert "--wait-timeout" in caught.value.hint
+
+
+def test_nobody_listens() -> None:
+    spec = Fake(f"http://127.0.0.1:{free_port()}").spec()
+    assert probe_ready(spec).reachable is False
+    with pytest.raises(ServiceFailed, match="no answer yet"):
+        wait_ready([spec], Told().watcher(), soon(0.3))
+
+
+def test_a_proxy_of_the_environment_is_not_asked(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    assert probe_ready(fake.spec()).ready

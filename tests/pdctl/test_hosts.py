@@ -1,0 +1,129 @@
+"""The local host: what it runs, puts and channels, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from supervision import Lab, eventually, free_port, gone
+
+import pdctl.shim
+from pdctl.agent import shim_argv
+from pdctl.errors import HostCommandError, StateError
+from pdctl.hosts import LocalHost
+
+
+def test_run_gives_exit_code_and_both_outputs(host: LocalHost) -> None:
+    code = "import sys; print(sys.stdin.read()); print('bad', file=sys.stderr); sys.exit(4)"
+    result = host.run([sys.executable, "-c", code], stdin="in put", timeout=20)
+    assert (result.rc, result.out, result.err) == (4, "in put\n", "bad\n")
+
+
+def test_arguments_meet_no_shell(host: LocalHost) -> None:
+    code = "import sys; print(sys.argv[1:])"
+    nasty = ["$HOME; echo x", "a b", "'", '"', "\n"]
+    assert host.run([sys.executable, "-c", code, *nasty], timeout=20).out == f"{nasty}\n"
+
+
+def test_what_does_not_end_is_ended(host: LocalHost) -> None:
+    with pytest.raises(HostCommandError, match="did not end within 0 s"):
+        host.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.3)
+
+
+def test_a_missing_program_is_one_line(host: LocalHost) -> None:
+    with pytest.raises(HostCommandError) as caught:
+        host.run(["/no/such/program"], timeout=5)
+    assert str(caught.value) == "local: cannot run /no/such/program: No such file or directory"
+
+
+def test_put_is_private_whole_and_makes_directories(host: LocalHost, tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    host.put(str(path), b"one")
+    host.put(str(path), b"two", 0o640)
+    assert path.read_bytes() == b"two"
+    assert oct(path.stat().st_mode & 0o777) == "0o640"
+    assert oct(path.parent.stat().st_mode & 0o777) == "0o700"
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+    assert host.exists(str(path)) and not host.exists(str(path) + "x")
+    with pytest.raises(StateError, match="Not a directory"):
+        host.put(str(path / "below"), b"")
+
+
+def test_a_channel_is_lines_both_ways_and_ends_with_us(host: LocalHost) -> None:
+    code = (
+        "import os, sys\n"
+        "print(os.getpid(), flush=True)\n"
+        "for line in sys.stdin: print(line.strip().upper(), flush=True)\n"
+    )
+    channel = host.channel([sys.executable, "-c", code])
+    pid = int(channel.receive(20) or 0)
+    channel.send("one")
+    channel.send("two")
+    assert (channel.receive(20), channel.receive(20)) == ("ONE", "TWO")
+    begun = time.monotonic()
+    with pytest.raises(HostCommandError, match="no answer within"):
+        channel.receive(0.2)
+    assert time.monotonic() - begun < 5
+    assert not gone(pid)
+    channel.close()
+    eventually(lambda: gone(pid))
+
+
+def test_the_end_of_a_program_is_the_end_of_its_channel(host: LocalHost) -> None:
+    channel = host.channel([sys.executable, "-c", "import sys; sys.exit('it broke')"])
+    assert channel.receive(20) is None
+    assert channel.error_text() == "it broke"
+
+
+def test_terminal_interrupts_do_not_reach_what_a_host_runs(host: LocalHost) -> None:
+    result = host.run([sys.executable, "-c", "import os; print(os.getsid(0))"], timeout=20)
+    assert int(result.out) != os.getsid(0)
+
+
+def test_the_shim_is_copied_once_and_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCTL_HOME", str(tmp_path / "fresh"))
+    host = LocalHost()
+    folder = Path(shim_argv(host, "call")[-2])
+    files = sorted(p for p in folder.rglob("*.py"))
+    assert folder.parent == tmp_path / "fresh" / ".shim"
+    assert {p.name for p in files} >= {"__main__.py", "supervise.py", "control.py"}
+    assert {oct(p.stat().st_mode & 0o777) for p in files} == {"0o600"}
+    before = {p: p.stat().st_ino for p in files}
+    shim_argv(host, "call")
+    assert {p: p.stat().st_ino for p in files} == before
+
+
+def test_the_shim_needs_only_the_standard_library_and_python_3_8_syntax() -> None:
+    for file in Path(pdctl.shim.__file__).parent.glob("*.py"):
+        tree = ast.parse(file.read_text(), feature_version=(3, 8))
+        names: list[str] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(node.module or "")
+        assert {n.split(".")[0] for n in names} <= set(sys.stdlib_module_names), file
+
+
+def test_the_shim_works_with_the_oldest_python_here(lab: Lab) -> None:
+    pythons = [p for minor in range(8, 11) if (p := shutil.which(f"python3.{minor}"))]
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    pythons = [str(p) for p in sorted(pyenv.glob("3.8.*/bin/python3.8"))] or pythons
+    if not pythons or subprocess.run([pythons[0], "-c", ""], capture_output=True).returncode:
+        pytest.skip("no python older than 3.11 here")
+    lab.host.python = pythons[0]
+    lab.start(lab.spec("import time; time.sleep(600)"))
+    known = lab.status()
+    assert (known["state"], known["supervised"]) == ("running", True)
+    lab.call("probe", {"ports": [[free_port(), "127.0.0.1"]]})
+    assert lab.stop()["a"]["left"] == []
+    assert lab.status()["exit"]["signal"] == 15
+    lab.call("purge", {"deployment": "demo"})

@@ -1,0 +1,233 @@
+"""Stopping: every descendant goes, however it hides; nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from supervision import STUB, Lab, eventually, free_port, gone
+
+from pdctl.errors import HostCommandError
+
+ESCAPES = f"""
+import importlib.util, sys, time
+text = open({str(STUB)!r}).read().rsplit("main()", 1)[0]
+exec(compile(text, "stub", "exec"))
+escape("kworker/9:9")
+print("escaped", flush=True)
+time.sleep(600)
+"""
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+
+
+def escaped(lab: Lab) -> int:
+    file = lab.home.dir("demo", "a") / "escaped.pid"
+    return int(eventually(lambda: file.exists() and file.read_text()))
+
+
+def family(lab: Lab) -> list[list[int]]:
+    file = lab.home.dir("demo", "a") / "family.json"
+    return json.loads(file.read_text())["members"] if file.exists() else []
+
+
+def log_has(lab: Lab, text: str) -> bool:
+    return text in (lab.home.dir("demo", "a") / "out.log").read_text()
+
+
+def kill_shim(lab: Lab) -> None:
+    pid = lab.status()["identity"]["shim"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: gone(pid))
+
+
+def test_a_service_deaf_to_sigterm_is_killed_after_the_grace(lab: Lab) -> None:
+    lab.start(lab.spec(DEAF))
+    eventually(lambda: log_has(lab, "deaf"))
+    pid = lab.status()["identity"]["service"]["pid"]
+    begun = time.monotonic()
+    assert lab.stop(grace_s=0.5)["a"]["left"] == []
+    assert 0.4 < time.monotonic() - begun < 5
+    assert gone(pid)
+    assert lab.status()["exit"]["signal"] == signal.SIGKILL
+
+
+def test_a_double_forked_renamed_daemon_goes_too(lab: Lab) -> None:
+    lab.start(lab.spec(ESCAPES))
+    daemon = escaped(lab)
+    assert Path(f"/proc/{daemon}/comm").read_text() == "kworker/9:9\n"
+    lab.stop()
+    assert gone(daemon)
+    assert lab.home.processes() == []
+
+
+def test_a_daemon_of_a_service_that_crashed_goes_at_once(lab: Lab) -> None:
+    lab.start(lab.spec(ESCAPES.replace("time.sleep(600)", "sys.exit(7)")))
+    daemon = escaped(lab)
+    eventually(lambda: gone(daemon))
+    assert lab.status()["exit"]["code"] == 7
+
+
+def test_kill_9_of_the_shim_then_stop_leaves_nothing(lab: Lab) -> None:
+    lab.start(lab.spec(ESCAPES))
+    daemon = escaped(lab)
+    service = lab.status()["identity"]["service"]["pid"]
+    kill_shim(lab)
+    found = lab.status()
+    assert (found["state"], found["supervised"]) == ("running", False)
+    stopped = lab.stop()["a"]
+    assert stopped["left"] == [] and daemon in stopped["killed"]
+    assert gone(service) and gone(daemon)
+
+
+def test_kill_9_of_shim_and_service_then_stop_leaves_nothing(lab: Lab) -> None:
+    lab.start(lab.spec(ESCAPES))
+    daemon = escaped(lab)
+    service = lab.status()["identity"]["service"]["pid"]
+    kill_shim(lab)
+    os.kill(service, signal.SIGKILL)
+    eventually(lambda: gone(service))
+    found = lab.status()
+    assert (found["state"], found["strays"]) == ("lost", [daemon])
+    assert lab.stop()["a"]["left"] == []
+    assert gone(daemon)
+
+
+def test_a_daemon_without_environment_is_known_by_the_family_record(lab: Lab) -> None:
+    """What the marker cannot find: exec with an empty environment, after the shim was killed."""
+    code = ESCAPES.replace(
+        "escape(",
+        "import os\nif not os.fork():\n"
+        "    os.setsid()\n"
+        "    if os.fork(): os._exit(0)\n"
+        "    open('escaped.pid', 'w').write(str(os.getpid()))\n"
+        "    os.execve(sys.executable, ['nobody', '-c', 'import time; time.sleep(600)'], {})\n"
+        "(lambda *_: 0)(",
+    )
+    lab.start(lab.spec(code))
+    daemon = escaped(lab)
+    eventually(lambda: Path(f"/proc/{daemon}/environ").read_bytes() == b"")
+    eventually(lambda: daemon in [pid for pid, _ in family(lab)])
+    service = lab.status()["identity"]["service"]["pid"]
+    kill_shim(lab)
+    os.kill(service, signal.SIGKILL)
+    assert lab.stop()["a"]["left"] == []
+    assert gone(daemon)
+
+
+def test_a_stopped_shim_does_not_hold_up_the_stop(lab: Lab) -> None:
+    lab.start(lab.spec("import time; time.sleep(600)"))
+    known = lab.status()["identity"]
+    os.kill(known["shim"]["pid"], signal.SIGSTOP)
+    assert lab.stop(grace_s=0.2)["a"]["left"] == []
+    assert gone(known["shim"]["pid"]) and gone(known["service"]["pid"])
+
+
+def test_a_bystander_with_the_same_command_line_survives(lab: Lab) -> None:
+    spec = lab.spec("import time; time.sleep(600)")
+    bystander = subprocess.Popen(spec.argv, start_new_session=True)
+    try:
+        lab.start(spec)
+        kill_shim(lab)  # so that the stop has to find the rest by itself
+        lab.stop()
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_reused_pid_is_never_signalled(lab: Lab) -> None:
+    """A record whose pid now belongs to another process: same pid, other start."""
+    lab.start(lab.spec("import time; time.sleep(600)"))
+    directory = lab.home.dir("demo", "a")
+    lab.stop()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        (directory / "exit.json").unlink()
+        known = json.loads((directory / "identity.json").read_text())
+        for part in ("shim", "service"):
+            known[part]["pid"] = other.pid
+        (directory / "identity.json").write_text(json.dumps(known))
+        (directory / "family.json").write_text(json.dumps({"members": [[other.pid, 1]]}))
+        assert lab.status()["state"] == "lost"
+        assert lab.stop()["a"]["killed"] == []
+        time.sleep(0.1)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_record_from_before_a_reboot_is_dead(lab: Lab) -> None:
+    """Same pid and same start ticks can meet again after a reboot; the boot id cannot."""
+    lab.start(lab.spec("import time; time.sleep(600)"))
+    file = lab.home.dir("demo", "a") / "identity.json"
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps({**known, "boot_id": "another-boot"}))
+    found = lab.status()
+    assert found["rebooted"] and not found["supervised"]
+    file.write_text(json.dumps(known))
+    assert lab.status()["state"] == "running"
+    lab.stop()
+
+
+def test_segments_go_and_those_of_others_stay(lab: Lab) -> None:
+    prefix = f"pdctl.test{os.getpid()}.a"
+    mine, other = Path(f"/dev/shm/{prefix}.0.x"), Path(f"/dev/shm/{prefix}b.0.x")
+    lab.start(
+        lab.spec(f"open({str(mine)!r}, 'w'); import time; time.sleep(600)", shm_prefix=prefix)
+    )
+    other.touch()
+    try:
+        eventually(mine.exists)
+        assert lab.stop()["a"]["segments"] == [mine.name]
+        assert not mine.exists() and other.exists()
+    finally:
+        other.unlink()
+
+
+def test_ports_are_looked_at_and_their_holder_is_named(lab: Lab) -> None:
+    port = free_port()
+    code = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
+    lab.start(lab.spec(code, ports={"http": port}))
+    held = eventually(
+        lambda: (
+            not (p := lab.call("probe", {"ports": [[port, "127.0.0.1"]]})["ports"][0])["free"] and p
+        )
+    )
+    assert held["service"] == "demo/a"
+    assert held["pid"] == lab.status()["identity"]["service"]["pid"]
+    assert lab.stop()["a"]["ports"] == []
+    with socket.create_server(("127.0.0.1", port)):
+        stranger = lab.stop()["a"]["ports"][0]
+        assert (stranger["pid"], stranger["service"]) == (os.getpid(), None)
+
+
+def test_purge_keeps_the_last_logs_and_refuses_the_living(lab: Lab) -> None:
+    lab.start(lab.spec("import time; print('hello', flush=True); time.sleep(600)"))
+    eventually(lambda: log_has(lab, "hello"))
+    with pytest.raises(HostCommandError, match="still has processes"):
+        lab.call("purge", {"deployment": "demo"})
+    lab.stop()
+    lab.call("purge", {"deployment": "demo"})
+    assert not lab.home.dir("demo", "a").parent.exists()
+    kept = sorted(p.name for p in (lab.home.base / ".last" / "demo").iterdir())
+    assert kept == ["a.exit.json", "a.out.log"]
+    logs = lab.call("tail", {"deployment": "demo", "lines": 3})["logs"]
+    assert logs == {"a": ["hello"]}
+
+
+def test_stop_and_purge_of_nothing_are_fine(lab: Lab) -> None:
+    assert lab.stop() == {}
+    lab.call("purge", {"deployment": "demo"})
