@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,16 @@ def worker_config(model: Path, token_file: Path, **changes: Any) -> WorkerConfig
 class RunningFront:
     """The app on a loopback port, on a loop in a thread of its own, over a fake core process."""
 
-    def __init__(self, config: WorkerConfig, keys: tuple[bytes, ...] = ()) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        keys: tuple[bytes, ...] = (),
+        core_options: Sequence[str] = (),
+        wait: bool = True,
+    ) -> None:
         self.config = config
+        self._core_options = core_options
+        self._wait = wait
         self.url = ""
         self._gate = Gate(TOKEN, keys, config.request_timeout_s)
         self._started = threading.Event()
@@ -115,7 +123,7 @@ class RunningFront:
         await runner.setup()
         await web.SockSite(runner, listener).start()
         async with asyncio.timeout(20):
-            while self.instance.waiting_for() is not None:
+            while self._wait and self.instance.waiting_for() is not None:
                 await asyncio.sleep(0.01)
         self._started.set()
         await self._stop.wait()
@@ -123,7 +131,8 @@ class RunningFront:
         await core.stop(2.0)
 
     def _argv(self, fd: int) -> list[str]:
-        return [sys.executable, str(HERE / "fake_core.py"), str(fd), self.config.name]
+        script = str(HERE / "fake_core.py")
+        return [sys.executable, script, str(fd), self.config.name, *self._core_options]
 
     def get(self, path: str) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as answer:
@@ -146,3 +155,23 @@ def front(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     running = RunningFront(config)
     yield running
     running.stop()
+
+
+@pytest.fixture
+def start_front(byte_model: Path, token_file: Path) -> Iterator[Callable[..., RunningFront]]:
+    """Starts fronts with changed configurations; all are stopped at the end."""
+    fronts: list[RunningFront] = []
+
+    def start(
+        keys: tuple[bytes, ...] = (),
+        core_options: Sequence[str] = (),
+        wait: bool = True,
+        **changes: Any,
+    ) -> RunningFront:
+        config = worker_config(byte_model, token_file, **changes)
+        fronts.append(RunningFront(config, keys, core_options, wait))
+        return fronts[-1]
+
+    yield start
+    for front in fronts:
+        front.stop()

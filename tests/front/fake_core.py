@@ -8,11 +8,11 @@ A prompt may contain a JSON object that says what to do, for example
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import socket
-import sys
 from typing import Any
 
 from runtime.link import Link, LinkClosed
@@ -36,19 +36,20 @@ EOS = 257
 
 
 class FakeCore:
-    def __init__(self, link: Link[Command], name: str) -> None:
+    def __init__(self, link: Link[Command], options: argparse.Namespace) -> None:
         self.link = link
-        self.name = name
+        self.options = options
         self.running: dict[str, asyncio.Task[None]] = {}
         self.aborts = 0
         self.generates: list[Generate] = []
 
-    def greet(self) -> None:
+    async def greet(self) -> None:
+        await asyncio.sleep(self.options.load)
         self.link.send(
             CoreReady(
                 incarnation="inc-1",
                 fingerprint={"model": "fake", "layers": 1},
-                max_model_len=512,
+                max_model_len=self.options.context,
                 vocab_size=300,
                 eos_token_ids=(EOS,),
                 num_device_blocks=64,
@@ -57,7 +58,10 @@ class FakeCore:
                 self_test_s=0.25,
             )
         )
-        self.link.send(PeerState(name="prefill-0", path="shm", incarnation="inc-p"))
+        peer = PeerState(name="prefill-0", path="shm", incarnation="inc-p")
+        if self.options.unlinked:
+            peer = PeerState(name="prefill-0", path=None, reason="connection refused")
+        self.link.send(peer)
 
     async def serve(self) -> None:
         while True:
@@ -95,7 +99,7 @@ class FakeCore:
         script = script_of(request)
         tokens = [*script.get("say", "ok").encode(), EOS]
         if request.params.ignore_eos:
-            tokens = (tokens[:-1] * 100)[: request.params.max_tokens]
+            tokens = tokens[:-1] * -(-request.params.max_tokens // (len(tokens) - 1))
         cut = tokens[: request.params.max_tokens]
         burst = script.get("burst", 1)
         served = self.served(request)
@@ -116,6 +120,7 @@ class FakeCore:
                     served=served if last or at == 0 else None,
                 )
             )
+            await self.link.drain()
             await asyncio.sleep(script.get("delay", 0))
         self.running.pop(request.id, None)
 
@@ -135,7 +140,7 @@ class FakeCore:
     def served(self, request: Generate) -> Served:
         return Served(
             prefill="prefill-0",
-            decode=self.name,
+            decode=self.options.name,
             path="shm",
             kv_bytes=4096,
             prompt_tokens=len(request.prompt),
@@ -158,16 +163,22 @@ def output(token: int, logprobs: int | None) -> OutputToken:
     return OutputToken(token, TokenLogprob(token, -0.25, top))
 
 
-async def main(fd: int, name: str) -> None:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
+async def main(options: argparse.Namespace) -> None:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=options.fd))
     link: Link[Command] = Link(reader, writer, Command)
-    core = FakeCore(link, name)
-    core.greet()
+    core = FakeCore(link, options)
+    greeting = asyncio.create_task(core.greet())
     try:
         await core.serve()
     except LinkClosed:
-        return
+        greeting.cancel()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fd", type=int)
+    parser.add_argument("name")
+    parser.add_argument("--load", type=float, default=0.0, help="seconds before it is ready")
+    parser.add_argument("--unlinked", action="store_true", help="its prefill peer is down")
+    parser.add_argument("--context", type=int, default=512)
+    asyncio.run(main(parser.parse_args()))
