@@ -208,16 +208,15 @@ class Progress:
             return f"{mark} {event.text}"
         name, style, word = _SHOWN[event.kind]
         since = duration(event.seconds) if event.seconds is not None else ""
+        text = f"(was {event.text})" if event.kind == "stopped" else event.text
         parts = [f"{event.host:<8}", f"{event.service:<10}", f"{word:<8}" if word else ""]
-        detail = "  ".join(p for p in (*parts, since, event.text) if p)
+        detail = "  ".join(p for p in (*parts, since, text) if p)
         return f"{screen.paint(screen.symbol(name), style)} {detail}"
 
     def _print(self, text: str) -> None:
-        live = self._live
         self._rewrite("")
         print(text, file=self._stream, flush=True)
-        if live and self._waiting:
-            self._drawn_at = 0.0
+        self._drawn_at = 0.0  # the living line comes back with the next event
 
     def _rewrite(self, text: str) -> None:
         if not self._screen.live or (not text and not self._live):
