@@ -1,0 +1,276 @@
+"""An engine without a model, for tests of the hand-over; also runnable as a core process.
+
+Implements EngineControl on a thread of its own. KV and tokens are pure functions of the token ids, so a single
+wrong byte of KV is noticed at `resume` and every answer can be predicted. `paused` stops kinds of work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.config import WorkerConfig
+from runtime.engine.contract import (
+    Adopted,
+    Computed,
+    EngineEvent,
+    EngineFailed,
+    EngineRequest,
+    EngineStats,
+    Produced,
+)
+from runtime.kv.layout import KvLayout
+from runtime.kv.region import Region
+from runtime.protocol import OutputToken, RequestId
+
+FORBIDDEN_TOKEN = 666
+"""A prompt with this token fails in prefill with status 400."""
+
+
+def kv_block(prompt: tuple[int, ...], block: int, layout: KvLayout) -> np.ndarray[Any, Any]:
+    """What the block holds: it depends on every token up to its end, as real KV does."""
+    upto = prompt[: (block + 1) * layout.block_size]
+    seed = hashlib.sha256(np.array([block, *upto], dtype=np.int64).tobytes()).digest()
+    repeats = -(-layout.block_bytes // len(seed))
+    return np.frombuffer((seed * repeats)[: layout.block_bytes], dtype=np.uint8)
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    return zlib.crc32(np.array(tokens, dtype=np.int64).tobytes()) % 1000
+
+
+def expected(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tuple(tokens)))
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class _Request:
+    request: EngineRequest
+    blocks: tuple[int, ...] = ()
+    computed: int = 0
+    output: list[int] = field(default_factory=list)
+    state: str = "waiting"
+
+
+class FakeEngine:
+    num_blocks: int
+    vocab_size = 1000
+    max_model_len = 4096
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        emit: Callable[[EngineEvent], None],
+        *,
+        chunk_blocks: int = 2,
+        step_s: float = 0.0,
+    ) -> None:
+        self._emit = emit
+        self.layout = KvLayout(2, 1, 8, config.block_size, "float32")
+        self.num_blocks = config.kv_cache_bytes // self.layout.block_bytes
+        self._memory = np.zeros(self.num_blocks * self.layout.block_bytes, dtype=np.uint8)
+        self.pool = Region(self._memory.ctypes.data, self._memory.nbytes)
+        self.fingerprint: dict[str, str | int] = {"model": "fake", **self.layout.fingerprint()}
+        self._free = list(range(self.num_blocks))
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._requests: dict[RequestId, _Request] = {}
+        self._stopping = False
+        self._chunk_blocks = chunk_blocks
+        self._step_s = step_s
+        self._counts = (0, 0, 0)
+        self._taken = 0
+        self.paused: set[str] = set()
+        """Any of prefill, adopt, decode; `prefill_after_first` lets one chunk through."""
+        self.submitted: list[RequestId] = []
+
+    # ---- EngineControl --------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> None:
+        self.submitted.append(request.id)
+        self._post(lambda: self._on_submit(request))
+
+    def resume(self, request_id: RequestId, first: OutputToken) -> None:
+        self._post(lambda: self._on_resume(request_id, first))
+
+    def drop(self, request_id: RequestId) -> None:
+        self._post(lambda: self._on_drop(request_id))
+
+    def stats(self) -> EngineStats:
+        waiting, running, held = self._counts
+        waiting += len(self.submitted) - self._taken
+        return EngineStats(waiting, running, self.num_blocks, held, 0, {"steps": 1.0})
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    def self_test(self) -> None:
+        pass
+
+    def run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait(0.002)
+                if self._stopping:
+                    return
+                commands, self._commands = list(self._commands), deque()
+            for command in commands:
+                command()
+            for request in list(self._requests.values()):
+                self._step(request)
+            self._count()
+            if self._step_s and self._requests:
+                time.sleep(self._step_s)
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def pause(self, *kinds: str) -> None:
+        self.paused = set(kinds)
+
+    # ---- engine thread --------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _count(self) -> None:
+        held = self.num_blocks - len(self._free)
+        waiting = sum(1 for r in self._requests.values() if r.state == "waiting")
+        self._counts = (waiting, len(self._requests) - waiting, held)
+
+    def _on_submit(self, request: EngineRequest) -> None:
+        self._taken += 1
+        assert request.id not in self._requests
+        if FORBIDDEN_TOKEN in request.prompt:
+            self._emit(EngineFailed(request.id, "a forbidden token", 400))
+            return
+        self._requests[request.id] = _Request(request)
+        self._count()
+
+    def _on_resume(self, request_id: RequestId, first: OutputToken) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        assert request.state == "adopted", request.state
+        prompt = request.request.prompt
+        for number, block in enumerate(request.blocks):
+            if not np.array_equal(self._view(block), kv_block(prompt, number, self.layout)):
+                self._forget(request)
+                self._emit(EngineFailed(request_id, f"KV differs in block {number}", 500))
+                return
+        request.output = [first.token]
+        request.state = "decoding"
+
+    def _on_drop(self, request_id: RequestId) -> None:
+        if request := self._requests.get(request_id):
+            self._forget(request)
+        self._count()
+
+    def _step(self, request: _Request) -> None:
+        match request.state, request.request.mode:
+            case "waiting", mode:
+                self._admit(request, "adopt" if mode == "decode" else "prefill")
+            case "prefilling", _:
+                self._prefill(request)
+            case "decoding", _:
+                self._decode(request)
+
+    def _admit(self, request: _Request, kind: str) -> None:
+        count = self.layout.blocks_for(len(request.request.prompt))
+        if kind in self.paused or count > len(self._free):
+            return
+        request.blocks, self._free = tuple(self._free[:count]), self._free[count:]
+        if kind == "adopt":
+            request.state = "adopted"
+            self._count()
+            self._emit(Adopted(request.request.id, request.blocks))
+        else:
+            request.state = "prefilling"
+
+    def _prefill(self, request: _Request) -> None:
+        after_first = request.computed > 0 and "prefill_after_first" in self.paused
+        if "prefill" in self.paused or after_first:
+            return
+        prompt, id_ = request.request.prompt, request.request.id
+        first = request.computed // self.layout.block_size
+        last = min(first + self._chunk_blocks, len(request.blocks))
+        for number in range(first, last):
+            self._view(request.blocks[number])[:] = kv_block(prompt, number, self.layout)
+        request.computed = min(last * self.layout.block_size, len(prompt))
+        if request.computed == len(prompt):
+            token = next_token(prompt)
+            request.output = [token]
+            mode = request.request.mode
+            finish = "length" if request.request.params.max_tokens == 1 else None
+            self._emit(Produced(id_, (OutputToken(token),), finish, 0, 0.001, 0.002))
+            if mode == "generate":
+                request.state = "decoding"
+                if finish:
+                    self._forget(request)
+                return
+            request.state = "held"
+        self._emit(Computed(id_, request.computed, request.blocks))
+
+    def _decode(self, request: _Request) -> None:
+        if "decode" in self.paused:
+            return
+        id_, limit = request.request.id, request.request.params.max_tokens
+        token = next_token((*request.request.prompt, *request.output))
+        request.output.append(token)
+        done = len(request.output) >= limit
+        if done:
+            self._forget(request)
+            self._count()
+        self._emit(Produced(id_, (OutputToken(token),), "length" if done else None))
+
+    def _forget(self, request: _Request) -> None:
+        del self._requests[request.request.id]
+        for block in request.blocks:
+            # A copy that still reads or writes here is found out.
+            self._view(block)[:] = 0xDD
+        self._free = sorted((*self._free, *request.blocks))
+
+    def _view(self, block: int) -> np.ndarray[Any, Any]:
+        at = self.layout.block_offset(block)
+        return self._memory[at : at + self.layout.block_bytes]
+
+
+def main() -> int:
+    """`fake_engine.py core --config F --fd N`, as `python -m runtime core`, with this engine."""
+    import runtime.engine.process as process
+    from runtime.errors import RuntimeFailure
+
+    def engine(config: WorkerConfig, emit: Callable[[EngineEvent], None]) -> FakeEngine:
+        fake = FakeEngine(config, emit, step_s=float(os.environ.get("FAKE_STEP_S", "0")))
+        fake.pause(*os.environ.get("FAKE_PAUSED", "").split())
+        return fake
+
+    process.Engine = engine  # type: ignore[assignment, misc]
+    config, fd = sys.argv[sys.argv.index("--config") + 1], sys.argv[sys.argv.index("--fd") + 1]
+    try:
+        return process.run_core(Path(config), int(fd))
+    except RuntimeFailure as e:
+        print(f"core: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

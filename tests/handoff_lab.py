@@ -1,0 +1,221 @@
+"""Both halves of the hand-over in one process: real roles, sockets, segment and copy threads, fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fake_engine import FakeEngine
+
+from runtime.config import Address, ModelConfig, PeerConfig, WorkerConfig
+from runtime.engine.contract import EngineEvent
+from runtime.engine.roles import DecodeRole, Parts, PrefillRole, Role, make_role
+from runtime.protocol import (
+    Event,
+    Failed,
+    Generate,
+    Ledger,
+    PeerState,
+    RequestId,
+    SamplingParams,
+    Tokens,
+)
+from runtime.transfer.mailbox import Mailbox
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 2 * 2 * 1 * 8 * 4 * BLOCK_SIZE
+TOKEN = b"a token of tests"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def config(name: str, role: str, **more: Any) -> WorkerConfig:
+    values: dict[str, Any] = {
+        "deployment": "test",
+        "name": name,
+        "role": role,
+        "token_file": "",
+        "listen": Address("127.0.0.1", 1),
+        "advertise": "127.0.0.1",
+        "model": ModelConfig("fake", "fake"),
+        "block_size": BLOCK_SIZE,
+        "kv_cache_bytes": 128 * BLOCK_BYTES,
+        "shm_prefix": f"pdctl-test-{secrets.token_hex(6)}",
+        **more,
+    }
+    return WorkerConfig(**values)
+
+
+@dataclass(eq=False)
+class Instance:
+    """One role with its fake engine, and what it told its front."""
+
+    config: WorkerConfig
+    role: Role
+    engine: FakeEngine
+    thread: threading.Thread
+    events: list[Event] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def until(self, condition: Callable[[], object], timeout: float = 10.0) -> None:
+        """Poll: what is waited for may be in the other instance or on a thread."""
+        async with asyncio.timeout(timeout):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    def ask(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        max_tokens: int = 4,
+        deadline_s: float = 30.0,
+        prefill: str | None = None,
+    ) -> RequestId:
+        id_ = RequestId(secrets.token_hex(6))
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.role.generate(
+            Generate(id=id_, prompt=prompt, params=params, prefill=prefill, deadline_s=deadline_s)
+        )
+        return id_
+
+    def events_of(self, id_: RequestId) -> list[Tokens | Failed]:
+        return [e for e in self.events if isinstance(e, Tokens | Failed) and e.id == id_]
+
+    def tokens_of(self, id_: RequestId) -> list[int]:
+        return [t.token for e in self.events_of(id_) if isinstance(e, Tokens) for t in e.tokens]
+
+    def last_of(self, id_: RequestId) -> Tokens | Failed | None:
+        """The last message for this id, once it came."""
+        events = self.events_of(id_)
+        if events and (isinstance(events[-1], Failed) or events[-1].finish is not None):
+            return events[-1]
+        return None
+
+    async def answer(self, id_: RequestId, timeout: float = 20.0) -> Tokens | Failed:
+        await self.until(lambda: self.last_of(id_), timeout)
+        last = self.last_of(id_)
+        assert last is not None
+        return last
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.role.ledger()
+
+    @property
+    def peer_path(self) -> str | None:
+        states = [e for e in self.events if isinstance(e, PeerState)]
+        return states[-1].path if states else None
+
+    async def idle(self, timeout: float = 10.0) -> None:
+        async with asyncio.timeout(timeout):
+            while not self.ledger.idle():
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        await self.role.close()
+        self.engine.stop()
+        self.thread.join(5)
+
+
+async def start(
+    settings: WorkerConfig, *, incarnation: str | None = None, **engine: Any
+) -> Instance:
+    mailbox = Mailbox(asyncio.get_running_loop())
+    events: list[Event] = []
+    roles: list[Role] = []
+
+    def emit(event: EngineEvent) -> None:
+        mailbox.post(lambda: roles[0].on_engine(event))
+
+    fake = FakeEngine(settings, emit, **engine)
+    roles.append(
+        make_role(
+            Parts(
+                settings,
+                TOKEN,
+                incarnation or secrets.token_hex(8),
+                fake.fingerprint,
+                fake,
+                mailbox,
+                events.append,
+            )
+        )
+    )
+    thread = threading.Thread(target=fake.run, daemon=True)
+    thread.start()
+    await roles[0].start()
+    roles[0].serve()
+    return Instance(settings, roles[0], fake, thread, events)
+
+
+@dataclass(eq=False)
+class Pair:
+    prefill: Instance
+    decode: Instance
+    port: int
+
+    async def idle(self) -> None:
+        await self.decode.idle()
+        await self.prefill.idle()
+
+    async def linked(self) -> None:
+        await self.decode.until(lambda: self.decode.peer_path)
+
+    def cut(self) -> None:
+        """Break the control connection, as a network would: prefill lives on."""
+        assert isinstance(self.prefill.role, PrefillRole)
+        for writer in self.prefill.role._server._writers.values():
+            writer.transport.abort()
+
+    @property
+    def handoff(self) -> Any:
+        assert isinstance(self.decode.role, DecodeRole)
+        return self.decode.role._handoff
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    kind: str, *, buffer_blocks: int = 64, prefill: Any = None, **decode: Any
+) -> AsyncIterator[Pair]:
+    """A linked prefill and decode instance; when the block ends, both are idle and leave no segment."""
+    port = free_port()
+    p = await start(
+        config("prefill-0", "prefill", peer=Address("127.0.0.1", port)), **(prefill or {})
+    )
+    d = await start(
+        config(
+            "decode-0",
+            "decode",
+            cpu_buffer_bytes=buffer_blocks * BLOCK_BYTES,
+            prefill_peers=[PeerConfig("prefill-0", Address("127.0.0.1", port))],
+            transfer=kind,
+            **decode,
+        )
+    )
+    made = Pair(p, d, port)
+    try:
+        await made.linked()
+        assert d.peer_path == kind
+        yield made
+        await made.idle()
+    finally:
+        await d.close()
+        await made.prefill.close()
+    assert not segments(d.config.shm_prefix)
+
+
+def segments(prefix: str) -> list[str]:
+    return [name for name in os.listdir(Path("/dev/shm")) if name.startswith(prefix)]
