@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return float(self.shape.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.shape.head_dim)
 
     def run(self, num_threads: int = 1) -> Tensor:
         out = torch.full_like(self.query, 777.0)
