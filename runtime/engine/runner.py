@@ -51,7 +51,7 @@ class Runner:
         self._decoder = decoder
         self._pool = pool
         self._threads = threads
-        self._native = False
+        self._native = pool.layers[0].device.type == "cpu"
         self._scale = decoder.spec.head_dim**-0.5
 
     @torch.inference_mode()

@@ -101,7 +101,7 @@ class Decoder:
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float32:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).mul_(weight)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
@@ -112,14 +112,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     low, high = x[..., :half], x[..., half:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.sub(low * cos, high * sin, out=out[..., :half])
-    torch.add(high * cos, low * sin, out=out[..., half:])
+    torch.mul(low, cos, out=out[..., :half]).addcmul_(high, sin, value=-1)
+    torch.mul(high, cos, out=out[..., half:]).addcmul_(low, sin)
     return out
 
 
 def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:
     gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def rope_frequencies(spec: ModelSpec, factors: Tensor | None) -> Tensor:
