@@ -96,11 +96,11 @@ class Completions:
             return self._whole(job, stages)
         except (asyncio.CancelledError, ConnectionError):
             instance.metrics.disconnects.inc()
-            log.info("request %s: the client went away", job.caller.request_id)
             raise
         finally:
             flow.close()
             instance.leave(job.caller.request_id)
+            _log_end(job)
 
     async def _next(self, job: Job, flow: Flow, stages: dict[str, float]) -> list[Piece]:
         """What came since the last call. Raises any choice's failure: all fail together."""
@@ -253,6 +253,19 @@ def _absorb(choice: Choice, burst: _Burst, stop_ids: frozenset[int]) -> Piece:
     choice.text += text
     choice.tokens.extend(taken)
     return Piece(choice, text, taken, offset)
+
+
+def _log_end(job: Job) -> None:
+    """One line a request: what it was and how it ended, `-` for choices that did not finish."""
+    log.info(
+        "request %s (client's id %s): %d prompt and %d output tokens in %.3f s, %s",
+        job.caller.request_id,
+        job.caller.client_request_id,
+        job.choices[0].prompt_tokens,
+        sum(len(c.tokens) for c in job.choices),
+        time.monotonic() - job.arrived,
+        ",".join(c.finish or "-" for c in job.choices),
+    )
 
 
 def _served_headers(served: Served | None) -> dict[str, str]:

@@ -209,9 +209,13 @@ class CoreClient:
             raise CapacityError(f"request {taken} is still under way here")
         flow = Flow(self, [r.id for r in requests])
         link = self._alive_link()
-        for request in requests:
-            self._flows[request.id] = flow
-            link.send(request)
+        try:
+            for request in requests:
+                self._flows[request.id] = flow
+                link.send(request)
+        except LinkClosed as e:
+            flow.close()
+            raise self._gone() from e
         return flow
 
     def forget(self, id_: RequestId, *, abort: bool) -> None:
@@ -227,9 +231,13 @@ class CoreClient:
         link = self._alive_link()
         seq = next(self._seq)
         answer = self._stats[seq] = asyncio.get_running_loop().create_future()
-        link.send(GetStats(seq))
-        done, _ = await asyncio.wait([answer], timeout=timeout)
-        self._stats.pop(seq, None)
+        try:
+            link.send(GetStats(seq))
+            done, _ = await asyncio.wait([answer], timeout=timeout)
+        except LinkClosed as e:
+            raise self._gone() from e
+        finally:
+            self._stats.pop(seq, None)
         if not done or answer.cancelled():
             raise LegError(
                 "the engine core does not answer",
@@ -242,9 +250,9 @@ class CoreClient:
 
     def _alive_link(self) -> Link[Event]:
         if self._link is None or not self.alive:
-            raise LegError(
-                f"the engine core of {self._instance} is not running",
-                leg=self._own_leg,
-                instance=self._instance,
-            )
+            raise self._gone()
         return self._link
+
+    def _gone(self) -> LegError:
+        message = f"the engine core of {self._instance} is not running"
+        return LegError(message, leg=self._own_leg, instance=self._instance)

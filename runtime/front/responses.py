@@ -165,7 +165,7 @@ class CompletionFormat:
             candidates = [*lp.top, (token.token, lp.logprob)]
             tops.append({self._tokenizer.token_text(t): max(v, _FLOOR) for t, v in candidates})
             offsets.append(offset)
-            offset += len(text)
+            offset += 0 if token.token in self._tokenizer.special_ids else len(text)
         return {
             "tokens": texts,
             "token_logprobs": values,

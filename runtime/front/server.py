@@ -100,6 +100,7 @@ class _Worker:
         self._token = token
         self._gate = gate
         self._listener = listener
+        self._crashed = asyncio.Event()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -133,8 +134,10 @@ class _Worker:
         log.info("%s (%s) listens on %s", self._config.name, self._config.role, self._config.listen)
         registrar = self._registrar(instance)
         registering = asyncio.create_task(registrar.run()) if registrar else None
+        if registering is not None:
+            registering.add_done_callback(self._registering_ended)
         try:
-            if await _first(instance.core.dead, self._stop) is instance.core.dead:
+            if await _first(instance.core.dead, self._crashed, self._stop) is not self._stop:
                 await asyncio.sleep(_DEAD_LINGER_S)
                 return 1
             await self._drain(instance, registrar)
@@ -144,6 +147,12 @@ class _Worker:
                 registering.cancel()
                 await asyncio.wait([registering], timeout=1.0)
             await runner.cleanup()
+
+    def _registering_ended(self, task: asyncio.Task[None]) -> None:
+        """Without heartbeats the router forgets this instance: better to end and be noticed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("registration failed unexpectedly", exc_info=error)
+            self._crashed.set()
 
     def _registrar(self, instance: Instance) -> Registrar | None:
         if self._config.router is None:
