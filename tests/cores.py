@@ -21,6 +21,7 @@ from runtime.protocol import (
     Failed,
     Generate,
     GetStats,
+    Ledger,
     PeerState,
     RequestId,
     SamplingParams,
@@ -135,12 +136,18 @@ class Core:
         async with asyncio.timeout(10):
             return await future
 
-    async def idle(self, timeout: float = 10.0) -> Stats:
-        """Wait until the ledger reads zero; fails showing what is held."""
-        async with asyncio.timeout(timeout):
-            while not (stats := await self.stats()).ledger.idle():
-                await asyncio.sleep(0.02)
-        return stats
+    async def ledger(
+        self, condition: Callable[[Ledger], bool] = Ledger.idle, timeout: float = 10.0
+    ) -> Ledger:
+        """The ledger, once it reads so; fails showing what it reads."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while not condition(ledger := (await self.stats()).ledger):
+            assert asyncio.get_running_loop().time() < deadline, ledger
+            await asyncio.sleep(0.02)
+        return ledger
+
+    async def idle(self, timeout: float = 10.0) -> Ledger:
+        return await self.ledger(timeout=timeout)
 
     async def close(self, timeout: float = 15.0) -> int:
         """As a front that stops: close the link, the core ends."""

@@ -1,7 +1,8 @@
 """An engine without a model, for tests of the hand-over; also runnable as a core process.
 
-Implements EngineControl on a thread of its own. KV and tokens are pure functions of the token ids, so a single
-wrong byte of KV is noticed at `resume` and every answer can be predicted. `paused` stops kinds of work.
+Implements EngineControl on a thread of its own. KV and tokens are pure functions of the token ids,
+so a single wrong byte of KV is noticed at `resume` and every answer can be predicted. `paused`
+stops kinds of work.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -255,15 +257,20 @@ class FakeEngine:
 
 def main() -> int:
     """`fake_engine.py core --config F --fd N`, as `python -m runtime core`, with this engine."""
-    import runtime.engine.process as process
-    from runtime.errors import RuntimeFailure
 
     def engine(config: WorkerConfig, emit: Callable[[EngineEvent], None]) -> FakeEngine:
         fake = FakeEngine(config, emit, step_s=float(os.environ.get("FAKE_STEP_S", "0")))
         fake.pause(*os.environ.get("FAKE_PAUSED", "").split())
         return fake
 
-    process.Engine = engine  # type: ignore[assignment, misc]
+    # In place of the real engine's module, so that torch is not even imported: these tests start a
+    # lot.
+    stand_in = ModuleType("runtime.engine.core")
+    stand_in.Engine = engine  # type: ignore[attr-defined]
+    sys.modules[stand_in.__name__] = stand_in
+    from runtime.engine import process
+    from runtime.errors import RuntimeFailure
+
     config, fd = sys.argv[sys.argv.index("--config") + 1], sys.argv[sys.argv.index("--fd") + 1]
     try:
         return process.run_core(Path(config), int(fd))

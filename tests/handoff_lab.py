@@ -1,4 +1,6 @@
-"""Both halves of the hand-over in one process: real roles, sockets, segment and copy threads, fake engines."""
+"""Both halves of the hand-over in one process: real roles, sockets, segment and copy threads, fake
+engines.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,9 @@ class Pair:
 async def pair(
     kind: str, *, buffer_blocks: int = 64, prefill: Any = None, **decode: Any
 ) -> AsyncIterator[Pair]:
-    """A linked prefill and decode instance; when the block ends, both are idle and leave no segment."""
+    """A linked prefill and decode instance; when the block ends, both are idle and leave no
+    segment.
+    """
     port = free_port()
     p = await start(
         config("prefill-0", "prefill", peer=Address("127.0.0.1", port)), **(prefill or {})

@@ -35,7 +35,7 @@ def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(500) for _ in range(tokens))
 
 
-# ---- what is asked for ------------------------------------------------------------------------------
+# ---- what is asked for -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 9, 31, 100])
@@ -103,7 +103,7 @@ def test_the_first_token_does_not_wait_for_device_blocks(kind: str) -> None:
     run(kind, scenario)
 
 
-# ---- abort and deadline in every state ---------------------------------------------------------------
+# ---- abort and deadline in every state ---------------------------------------------------------
 
 
 async def _waiting(both: Pair, **ask: Any) -> RequestId:
@@ -216,7 +216,7 @@ def test_random_schedules_end_with_nothing_held(kind: str, seed: int) -> None:
     run(kind, scenario, buffer_blocks=24)
 
 
-# ---- refusals ----------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 def refusal(both: Pair, id_: RequestId) -> Failed:
@@ -278,7 +278,7 @@ def test_what_prefill_refuses_is_passed_on(kind: str) -> None:
     run(kind, scenario)
 
 
-# ---- order -------------------------------------------------------------------------------------------
+# ---- order -------------------------------------------------------------------------------------
 
 
 def test_small_requests_do_not_overtake_a_large_one(kind: str) -> None:
@@ -300,7 +300,7 @@ def test_small_requests_do_not_overtake_a_large_one(kind: str) -> None:
     run(kind, scenario, buffer_blocks=16)
 
 
-# ---- lost links --------------------------------------------------------------------------------------
+# ---- lost links --------------------------------------------------------------------------------
 
 
 def test_a_lost_link_fails_what_needs_the_peer_at_once_and_spares_the_rest(kind: str) -> None:
