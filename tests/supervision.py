@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import sys
@@ -47,6 +48,16 @@ class Home:
 
     def record(self, deployment: str, service: str, file: str = "identity.json") -> Any:
         return json.loads((self.dir(deployment, service) / file).read_text())
+
+    def segments(self) -> list[str]:
+        """Shared memory of services of this home: their names carry a hash of the directory."""
+        found = []
+        for path in Path("/dev/shm").glob("pdctl.*.*.*.*"):
+            _, deployment, service, digest = path.name.split(".")[:4]
+            directory = str(self.dir(deployment, service))
+            if hashlib.sha256(directory.encode()).hexdigest()[:8] == digest:
+                found.append(path.name)
+        return found
 
     def processes(self) -> list[int]:
         """Everything that carries a mark of this home."""
