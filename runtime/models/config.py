@@ -104,8 +104,10 @@ def _checked(spec: ModelSpec, where: str) -> ModelSpec:
             f"{where}: {spec.heads} attention heads are not a multiple of {spec.kv_heads} kv heads",
             hint=_AGAIN,
         )
-    if spec.head_dim % 2:
-        raise ModelError(f"{where}: head_dim {spec.head_dim} is odd", hint=_AGAIN)
+    if spec.head_dim < 2 or spec.head_dim % 2:
+        raise ModelError(
+            f"{where}: head_dim {spec.head_dim} is not an even, positive number", hint=_AGAIN
+        )
     return spec
 
 
@@ -149,7 +151,7 @@ def spec_from_gguf(
             qk_norm="blk.0.attn_q_norm.weight" in tensors,
             tie_embeddings="output.weight" not in tensors,
             norm_eps=fields.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5),
-            eos_token_ids=tuple(dict.fromkeys(int(i) for i in eos if i is not None)),
+            eos_token_ids=_token_ids(where, [i for i in eos if i is not None]),
             max_positions=fields.integer(f"{arch}.context_length"),
         ),
         where,
@@ -184,17 +186,19 @@ def spec_from_hf(where: str, config: Mapping[str, Any], generation: Mapping[str,
             qk_norm=arch == "qwen3",
             tie_embeddings=fields.flag("tie_word_embeddings", arch == "ernie4_5"),
             norm_eps=fields.number("rms_norm_eps", 1e-5 if arch == "ernie4_5" else 1e-6),
-            eos_token_ids=_token_ids(eos),
+            eos_token_ids=_token_ids(where, eos),
             max_positions=fields.integer("max_position_embeddings"),
         ),
         where,
     )
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(str(value)),)
+def _token_ids(where: str, value: object) -> tuple[int, ...]:
+    """One id, a list of them, or none; without repetitions."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise ModelError(f"{where}: eos_token_id is {value!r}, not token ids", hint=_AGAIN)
+    return tuple(dict.fromkeys(ids))
 
 
 def _refuse_unsupported(where: str, config: Mapping[str, Any]) -> None:
