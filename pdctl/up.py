@@ -71,6 +71,7 @@ class Attempt:
     """What this run changed so far: what a rollback undoes."""
 
     started: list[str] = field(default_factory=list)
+    succeeded: bool = False
 
 
 def plan_up(path: Path, report: Report) -> Plan:
@@ -103,14 +104,14 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
             if not options.detach:
                 timeout = options.wait_timeout_s or wanted.topology.startup_timeout
                 _wait(fleet, plan, time.monotonic() + timeout, report)
+            attempt.succeeded = True
         except ServiceFailed as e:
             for line in e.log_tail:
                 report(Event("log", line, e.service, e.host))
-            _undo(fleet, attempt, options, report)
             raise
-        except (PdctlError, KeyboardInterrupt):
-            _undo(fleet, attempt, options, report)
-            raise
+        finally:
+            if not attempt.succeeded:
+                _undo(fleet, attempt, options, report)
     return UpResult(
         name=name,
         endpoint=next(s.service.url for s in plan.steps if s.service.role == "router"),

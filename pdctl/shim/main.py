@@ -15,17 +15,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import control, probe
+from . import control, look, probe
 from .files import DeploymentLock, Refused, base_of
 from .service import Service
 from .supervise import Supervisor
 
 FOLLOW_S = 0.2
 READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
-    "status": control.status,
-    "token": control.token,
+    "status": look.status,
+    "token": look.token,
     "probe": probe.probe,
-    "tail": control.tails,
+    "tail": look.tails,
 }
 CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "start": control.start,
@@ -106,7 +106,7 @@ def follow() -> None:
 class LogReader:
     def __init__(self, path: str, lines: int, service: Service) -> None:
         self.path = path
-        self.first = control.tail(service, lines) or []
+        self.first = look.tail(service, lines) or []
         self.inode, self.offset = self._look()
         self.rest = b""
 
