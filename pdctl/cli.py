@@ -67,13 +67,22 @@ NameOption = Annotated[
 ]
 
 
-@app.callback()
-def _globals(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"pdctl {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _globals(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
 
 
 # ---- deployments ---------------------------------------------------------------------------------
@@ -303,7 +312,7 @@ def main() -> None:
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        app()
+        app(prog_name="pdctl")
     except PdctlError as e:
         from pdctl.output import print_error
 

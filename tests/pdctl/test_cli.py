@@ -1,0 +1,230 @@
+"""The commands as options, in process: parsing, documents, exit codes of what needs no host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from pdctl import __version__, cli
+from pdctl.errors import PdctlError, UsageError
+from pdctl.topology import load
+
+TOPOLOGIES = Path(__file__).parents[2] / "topologies"
+BAD = "name: t\nmodel: m\nhosts: {a: {}}\nprefill: [{}]\ndecod: [{}]\n"
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.app, list(args))
+
+
+@pytest.fixture(autouse=True)
+def private_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDCTL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Through `main`, with its boundary: exit code, stdout, stderr."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pdctl", *args])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    shown = capsys.readouterr()
+    return int(exit_.value.code or 0), shown.out, shown.err
+
+
+def test_the_version() -> None:
+    assert invoke("--version").output == f"pdctl {__version__}\n"
+
+
+def test_every_command_is_there_and_has_a_one_line_summary() -> None:
+    text = invoke("--help").output
+    commands = ["up", "plan", "status", "logs", "down", "ask", "bench", "validate", "init", "model"]
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
+    for command in commands:
+        assert command in lines, command
+        assert len(lines[command].split()) > 3
+        assert invoke(command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "args", [["up"], ["up", "--nope"], ["nope"], ["logs", "-n", "x"], ["model"]]
+)
+def test_a_wrong_command_line_is_usage(args: list[str]) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert "Usage:" in result.output
+
+
+# ---- validate ------------------------------------------------------------------------------------
+
+
+def test_validate_prints_a_topology_that_is_valid_again(tmp_path: Path) -> None:
+    result = invoke("validate", str(TOPOLOGIES / "quickstart.yaml"))
+    assert result.exit_code == 0
+    content = yaml.safe_load(result.stdout)
+    assert content["decode"][0]["cpu_buffer"] == "256MiB"
+    assert content["prefill"][0]["host"] == "local"
+    for group in content["prefill"] + content["decode"]:
+        assert group.pop("secrets") == {}
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(content))
+    before = load(TOPOLOGIES / "quickstart.yaml").topology
+    assert load(again).topology.decode[0].kv_cache == before.decode[0].kv_cache
+
+
+def test_validate_json_has_services_and_hides_what_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "name: t\nmodel: m\nhosts: {a: {}}\nrouter: {bind: 0.0.0.0}\n"
+        "mixed: [{env: {MY_TOKEN: hunter2, A: b}, secrets: [HF_TOKEN], replicas: 2, port: 8100}]\n"
+    )
+    result = invoke("validate", str(path), "--json")
+    document = json.loads(result.stdout)
+    assert (document["schema"], document["ok"]) == ("pdctl.validate/1", True)
+    assert [s["name"] for s in document["services"]] == ["router", "mixed-0", "mixed-1"]
+    assert document["services"][2]["ports"] == {"http": 8101}
+    (group,) = document["topology"]["mixed"]
+    assert group["env"] == {"MY_TOKEN": "***", "A": "b"} and group["secrets"] == {"HF_TOKEN": "***"}
+    assert "hunter2" not in result.output
+    assert len(document["warnings"]) == 1
+
+
+def test_a_warning_goes_to_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text("name: t\nmodel: m\nhosts: {a: {}}\nrouter: {bind: 0.0.0.0}\nmixed: [{}]\n")
+    code, out, err = run_main(capsys, "validate", str(path))
+    assert code == 0
+    assert err.startswith(f"warning: {path}:4: router.bind: listens on 0.0.0.0")
+    assert "warning" not in out
+
+
+@pytest.mark.parametrize("command", ["validate", "up", "plan"])
+def test_a_bad_topology_is_exit_2_and_lines_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(BAD)
+    code, out, err = run_main(capsys, command, str(path))
+    assert (code, out) == (2, "")
+    assert err == f"error: {path}:5: decod: unknown key; did you mean 'decode'?\n"
+    assert not (tmp_path / "home").exists(), "nothing was touched"
+
+
+@pytest.mark.parametrize("command", ["validate", "up", "plan"])
+def test_with_json_the_error_is_a_document_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(BAD)
+    code, out, err = run_main(capsys, command, str(path), "--json")
+    document = json.loads(out)
+    assert (code, document["schema"], document["exit_code"]) == (2, "pdctl.error/1", 2)
+    assert [p["field"] for p in document["problems"]] == ["decod"]
+    assert err.startswith("error: ")
+
+
+# ---- no deployment -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [["status"], ["down"], ["logs"], ["ask", "hi"]])
+def test_without_any_deployment_it_says_so(
+    capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    code, out, err = run_main(capsys, *args)
+    assert (code, out) == (2, "")
+    assert err == "error: there is no deployment here\nhint: start one: `pdctl up TOPOLOGY`\n"
+
+
+def test_down_of_what_is_not_there_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_main(capsys, "down", "demo")
+    assert (code, out, err) == (0, "demo is not running\n", "")
+
+
+def test_a_state_directory_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PDCTL_HOME", str(tmp_path / "file" / "home"))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(60))
+    path = tmp_path / "t.yaml"
+    path.write_text("name: t\nmodel: m.gguf\nhosts: {a: {}}\nmixed: [{}]\n")
+    code, out, err = run_main(capsys, "up", str(path))
+    assert (code, out) == (1, "")
+    assert "Not a directory" in err and "hint: " in err
+
+
+# ---- init and model ------------------------------------------------------------------------------
+
+
+def test_init_then_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "lab.yaml"
+    assert run_main(capsys, "init", str(target))[:2] == (0, f"wrote {target}\n")
+    assert run_main(capsys, "validate", str(target))[0] == 0
+    code, _, err = run_main(capsys, "init", str(target))
+    assert code == 2 and "is left as it is" in err
+
+
+def test_model_list_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    document = json.loads(invoke("model", "list", "--json").stdout)
+    (model,) = [m for m in document["models"] if m["name"] == "smollm2-135m"]
+    assert model["pulled"] is False and model["bytes"] > 90_000_000
+    assert "smollm2-135m" in invoke("model", "list").stdout
+
+
+def test_an_unknown_model_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_main(capsys, "model", "pull", "smollm")
+    assert (code, out) == (2, "")
+    assert "smollm2-135m" in err
+
+
+# ---- the edge ------------------------------------------------------------------------------------
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pdctl.init.write_template", fail)
+
+
+def test_an_expected_error_is_its_line_its_hint_and_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(monkeypatch, UsageError("no", hint="yes"))
+    assert run_main(capsys, "init") == (2, "", "error: no\nhint: yes\n")
+    fail_with(monkeypatch, PdctlError("broken"))
+    assert run_main(capsys, "init") == (1, "", "error: broken\n")
+
+
+def test_our_own_bug_leaves_a_traceback_in_a_file_without_values(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fail_with(monkeypatch, ZeroDivisionError("oops"))
+    code, out, err = run_main(capsys, "init", "hunter2.yaml")
+    assert (code, out) == (1, "")
+    assert "error: this is a bug in pdctl: ZeroDivisionError: oops" in err
+    assert "Traceback" not in err
+    (file,) = tmp_path.glob("pdctl-bug-*.txt")
+    assert str(file) in err
+    text = file.read_text()
+    assert "ZeroDivisionError: oops" in text and __version__ in text
+    assert "hunter2" not in text
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_an_interrupt_is_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    code, out, err = run_main(capsys, "init")
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
