@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 CALLER = web.RequestKey("caller", Caller)
 
+SETTLE_S = 1.0
+"""How long the end of a choice waits for the core's account of it, after a stop string."""
 SLOW_CLIENT_S = 30.0
 """How long a client may leave its socket's buffer full before its request is aborted."""
 
@@ -104,10 +106,15 @@ class Completions:
 
     async def _next(self, job: Job, flow: Flow, stages: dict[str, float]) -> list[Piece]:
         """What came since the last call. Raises any choice's failure: all fail together."""
+        open_ = [c for c in job.choices if c.finish is None]
+        settling = all(c.cut for c in open_)
+        patience = SETTLE_S if settling else max(0.0, job.deadline - time.monotonic())
         try:
-            async with asyncio.timeout(max(0.0, job.deadline - time.monotonic())):
+            async with asyncio.timeout(patience):
                 events = await flow.events()
         except TimeoutError as e:
+            if settling:
+                return [self._ended(job, choice, stages) for choice in open_]
             raise LegError(
                 "the request's deadline has passed",
                 leg=own_leg(self._instance.config),
@@ -116,23 +123,36 @@ class Completions:
             ) from e
         now = time.monotonic()
         pieces = []
-        for index, burst in self._bursts(events).items():
+        for index, burst in self._bursts(job, events).items():
             choice = job.choices[index]
-            if choice.finish is not None:
+            if choice.cut:
+                choice.served = burst.served or choice.served
+                if burst.finish is not None:
+                    pieces.append(self._ended(job, choice, stages))
                 continue
             pieces.append(_absorb(choice, burst, job.stop_ids))
-            if choice.detokenizer.stopped:
+            if choice.cut:
                 flow.abort(index)
             self._clock(job, choice, len(burst.tokens), now, stages)
         return pieces
 
-    def _bursts(self, events: Sequence[tuple[int, CoreEvent]]) -> dict[int, _Burst]:
+    def _ended(self, job: Job, choice: Choice, stages: dict[str, float]) -> Piece:
+        """The end of a choice whose text a stop string has ended before."""
+        choice.finish = "stop"
+        self._clock(job, choice, 0, time.monotonic(), stages)
+        return Piece(choice, "", (), len(choice.text))
+
+    def _bursts(self, job: Job, events: Sequence[tuple[int, CoreEvent]]) -> dict[int, _Burst]:
         """Several messages of one choice, when the client is slower than the core, count as one."""
         bursts: dict[int, _Burst] = {}
         for index, event in events:
+            cut = job.choices[index].cut
             if isinstance(event, Failed):
+                if cut:  # its text is complete all the same
+                    bursts[index] = _Burst([], "abort")
+                    continue
                 raise failure_of(event, own_leg=own_leg(self._instance.config))
-            if event.finish == "abort":
+            if event.finish == "abort" and not cut:
                 raise LegError(
                     "the engine gave the request up",
                     leg=own_leg(self._instance.config),
@@ -189,7 +209,8 @@ class Completions:
                 if all(c.finish is not None for c in job.choices):
                     await self._send(http, response.write_eof(data + self._tail(job)))
                     return response
-                await self._send(http, response.write(data))
+                if data:  # tokens after a stop string make no chunk
+                    await self._send(http, response.write(data))
                 pieces = await self._next(job, flow, stages)
         except RuntimeFailure as e:
             log.warning("request %s failed mid-stream: %s", job.caller.request_id, e)
@@ -245,9 +266,11 @@ def _absorb(choice: Choice, burst: _Burst, stop_ids: frozenset[int]) -> Piece:
             break
     if burst.finish is not None:
         texts.append(choice.detokenizer.finish())
-    if choice.detokenizer.stopped:
+    if burst.finish is None:
+        choice.cut = choice.detokenizer.stopped
+    elif choice.detokenizer.stopped:
         choice.finish = "stop"
-    elif burst.finish is not None and burst.finish != "abort":
+    elif burst.finish != "abort":
         choice.finish = burst.finish
     text = "".join(texts)
     choice.text += text

@@ -65,16 +65,16 @@ class Flow:
         return events
 
     def abort(self, index: int) -> None:
-        """Stop one choice; events of it that were under way are dropped by the caller."""
+        """Stop one choice. Its last event, which says how it was served, still comes."""
         for id_, i in self._index.items():
             if i == index and id_ in self._open:
-                self._open.discard(id_)
-                self._core.forget(id_, abort=True)
+                self._core.abort(id_)
 
     def close(self) -> None:
         """Idempotent."""
-        for id_ in self._index:
-            self._core.forget(id_, abort=id_ in self._open)
+        for id_ in self._open:
+            self._core.forget(id_)
+            self._core.abort(id_)
         self._open.clear()
 
 
@@ -218,9 +218,12 @@ class CoreClient:
             raise self._gone() from e
         return flow
 
-    def forget(self, id_: RequestId, *, abort: bool) -> None:
+    def forget(self, id_: RequestId) -> None:
+        """Events that still come for it are dropped."""
         self._flows.pop(id_, None)
-        if abort and self.alive and self._link is not None:
+
+    def abort(self, id_: RequestId) -> None:
+        if self.alive and self._link is not None:
             try:
                 self._link.send(Abort(id_))
             except LinkClosed:

@@ -31,6 +31,8 @@ class Choice:
     detokenizer: Detokenizer
     tokens: list[OutputToken] = field(default_factory=list)
     text: str = ""
+    cut: bool = False
+    """A stop string ended its text; the core's last word on it has not come yet."""
     finish: Literal["stop", "length"] | None = None
     served: Served | None = None
     ttft_s: float = 0.0

@@ -26,6 +26,7 @@ from runtime.protocol import (
     Ledger,
     OutputToken,
     PeerState,
+    RequestId,
     Served,
     Stats,
     TokenLogprob,
@@ -70,12 +71,18 @@ class FakeCore:
                     self.generates.append(request)
                     self.running[request.id] = asyncio.create_task(self.generate(request))
                 case Abort(id=id_):
-                    self.aborts += 1
-                    task = self.running.pop(id_, None)
-                    if task is not None:
-                        task.cancel()
+                    self.abort(id_)
                 case GetStats(seq=seq):
                     self.link.send(self.stats(seq))
+
+    def abort(self, id_: RequestId) -> None:
+        self.aborts += 1
+        task = self.running.pop(id_, None)
+        if task is not None:
+            task.cancel()
+            if not self.options.silent_aborts:
+                served = self.served(self.generates[-1])
+                self.link.send(Tokens(id=id_, tokens=(), finish="abort", served=served))
 
     def stats(self, seq: int) -> Stats:
         last = self.generates[-1] if self.generates else None
@@ -102,7 +109,7 @@ class FakeCore:
             tokens = tokens[:-1] * -(-request.params.max_tokens // (len(tokens) - 1))
         cut = tokens[: request.params.max_tokens]
         burst = script.get("burst", 1)
-        served = self.served(request)
+        first = self.served(request, kv_bytes=0)
         for at in range(0, len(cut), burst):
             if at >= script.get("die_at", 1 << 30):
                 os._exit(7)
@@ -117,7 +124,7 @@ class FakeCore:
                     id=request.id,
                     tokens=tuple(output(t, request.params.logprobs) for t in part),
                     finish=None if not last else "stop" if cut[-1] == EOS else "length",
-                    served=served if last or at == 0 else None,
+                    served=self.served(request) if last else first if at == 0 else None,
                 )
             )
             await self.link.drain()
@@ -137,12 +144,12 @@ class FakeCore:
             )
         )
 
-    def served(self, request: Generate) -> Served:
+    def served(self, request: Generate, *, kv_bytes: int = 4096) -> Served:
         return Served(
             prefill="prefill-0",
             decode=self.options.name,
             path="shm",
-            kv_bytes=4096,
+            kv_bytes=kv_bytes,
             prompt_tokens=len(request.prompt),
             cached_tokens=3,
             stages={"reserve": 0.001, "prefill": 0.002, "transfer": 0.003, "decode": 0.004},
@@ -181,4 +188,5 @@ if __name__ == "__main__":
     parser.add_argument("--load", type=float, default=0.0, help="seconds before it is ready")
     parser.add_argument("--unlinked", action="store_true", help="its prefill peer is down")
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--silent-aborts", action="store_true")
     asyncio.run(main(parser.parse_args()))

@@ -127,10 +127,13 @@ def test_stop_string_cuts_the_text_and_aborts(
         chunks = list(answer)
         text = "".join(c.choices[0].delta.content for c in chunks)
         finish = chunks[-1].choices[0].finish_reason
+        served = chunks[-1].model_extra["pdctl"]
     else:
+        served = answer.model_extra["pdctl"]
         text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
         assert answer.usage.completion_tokens == len("one two three")
     assert (text, finish) == ("one two ", "stop")
+    assert served["kv_bytes"] == 4096, "what the core knows at the end, not at the first token"
     wait_until(lambda: front.counters()["aborts"] == before + 1, "the core was not told")
 
 

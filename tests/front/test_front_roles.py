@@ -105,6 +105,16 @@ def test_a_client_that_reads_nothing_is_aborted(
     client.close()
 
 
+def test_a_stop_string_does_not_wait_long_for_the_cores_account(start_front: Any) -> None:
+    front = start_front(core_options=["--silent-aborts"])
+    script = json.dumps({"say": "one two three", "hang": True, "burst": 8})
+    status, answer = request(
+        front, "POST", "/v1/completions", ASK | {"prompt": script, "stop": " "}
+    )
+    assert (status, answer["choices"][0]["text"]) == (200, "one")
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
 def test_a_request_past_its_deadline_is_504(start_front: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("runtime.front.admission.DEADLINE_GRACE_S", 0.0)
     front = start_front(request_timeout_s=0.3)
