@@ -102,9 +102,6 @@ class Scheduler:
         work.sequence.num_computed += work.count
         self._index_blocks(work.sequence)
 
-    def clear_cache(self) -> None:
-        self.blocks.forget_cached()
-
     # ---- the three parts of a step ----------------------------------------------------------
 
     def _schedule_decodes(self, plan: Plan, budget: int) -> int:

@@ -98,11 +98,6 @@ class BlockAllocator:
         assert self._references[block] > 0, f"block {block} is not held"
         self._reusable[block] = True
 
-    def forget_cached(self) -> None:
-        """Every free block becomes an ordinary one."""
-        while self._cached:
-            self._free.append(self._evict())
-
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         self._reusable[block] = False
