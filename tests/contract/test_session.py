@@ -1,0 +1,211 @@
+"""What holds of every session, whatever the transport: proof of the token, checks, choice of the
+path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import handoff_lab
+import msgspec
+import pytest
+from fake_engine import expected
+from handoff_lab import BLOCK_BYTES, Instance, config, free_port, pair, start
+
+from runtime.config import Address, PeerConfig
+from runtime.protocol import PeerState
+from runtime.transfer import peer_client, peer_server
+
+KINDS = ["shm", "tcp"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+@contextlib.asynccontextmanager
+async def refused_pair(
+    prefill: dict[str, Any], decode: dict[str, Any]
+) -> AsyncIterator[tuple[Instance, Instance]]:
+    """Instances that will not link."""
+    port = free_port()
+    address = Address("127.0.0.1", port)
+    p = await start(config("prefill-0", "prefill", peer=address, **prefill))
+    peers = decode.pop("prefill_peers", [PeerConfig("prefill-0", address)])
+    peers = [PeerConfig(peer.name, address) for peer in peers]
+    d = await start(
+        config(
+            "decode-0",
+            "decode",
+            cpu_buffer_bytes=16 * BLOCK_BYTES,
+            prefill_peers=peers,
+            **decode,
+        )
+    )
+    try:
+        yield p, d
+    finally:
+        await d.close()
+        await p.close()
+
+
+def reason(d: Instance) -> str:
+    states = [e for e in d.events if isinstance(e, PeerState)]
+    assert all(e.path is None for e in states)
+    return states[-1].reason if states else ""
+
+
+def why_refused(prefill: dict[str, Any], decode: dict[str, Any]) -> str:
+    async def main() -> str:
+        async with refused_pair(prefill, decode) as (p, d):
+            await d.until(lambda: reason(d))
+            await asyncio.sleep(0.3)  # it stays so: dialling again changes nothing
+            assert p.role.peers() == {}
+            assert p.ledger.idle()
+            return reason(d)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        ({}, {"deployment": "other"}, ["deployment", "other", "test"]),
+        ({}, {"block_size": 8}, ["block_size", "8", "4"]),
+        ({"transfer": "tcp"}, {"transfer": "shm"}, ["transfer", "shm", "tcp"]),
+        ({"transfer": "shm"}, {"transfer": "tcp"}, ["transfer", "shm", "tcp"]),
+        (
+            {},
+            {"prefill_peers": [PeerConfig("prefill-7", Address("", 0))]},
+            ["prefill-0", "prefill-7"],
+        ),
+    ],
+)
+def test_what_differs_is_named(
+    prefill: dict[str, Any], decode: dict[str, Any], words: list[str]
+) -> None:
+    text = why_refused(prefill, decode)
+    assert all(word in text for word in words), text
+
+
+def test_another_model_is_refused_naming_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = handoff_lab.make_role
+
+    def other_model(parts: handoff_lab.Parts) -> handoff_lab.Role:
+        if parts.config.role == "decode":
+            parts.fingerprint["model"] = "another"
+        return real(parts)
+
+    monkeypatch.setattr(handoff_lab, "make_role", other_model)
+    text = why_refused({}, {})
+    assert "(model)" in text and "another" in text and "fake" in text
+
+
+def test_a_wrong_token_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = handoff_lab.make_role
+
+    def other_token(parts: handoff_lab.Parts) -> handoff_lab.Role:
+        if parts.config.role == "decode":
+            object.__setattr__(parts, "token", b"another token")
+        return real(parts)
+
+    monkeypatch.setattr(handoff_lab, "make_role", other_token)
+    assert "token" in why_refused({}, {})
+
+
+def _hide_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on two hosts: prefill's /dev/shm has no such segment."""
+    real = peer_client.PeerClient.__init__
+
+    def init(self: Any, peer: Any, hello: Any, *rest: Any) -> None:
+        real(self, peer, msgspec.structs.replace(hello, segment="pdctl-test-elsewhere"), *rest)
+
+    monkeypatch.setattr(peer_client.PeerClient, "__init__", init)
+
+
+def test_shm_that_was_asked_for_never_becomes_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    _hide_segment(monkeypatch)
+    text = why_refused({}, {"transfer": "shm"})
+    assert "(transfer)" in text and "pdctl-test-elsewhere" in text
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_auto_takes_shm_where_the_segment_opens_else_tcp(
+    monkeypatch: pytest.MonkeyPatch, same_host: bool
+) -> None:
+    if not same_host:
+        _hide_segment(monkeypatch)
+
+    async def main() -> None:
+        port = free_port()
+        address = Address("127.0.0.1", port)
+        p = await start(config("prefill-0", "prefill", peer=address))
+        d = await start(
+            config(
+                "decode-0",
+                "decode",
+                cpu_buffer_bytes=16 * BLOCK_BYTES,
+                prefill_peers=[PeerConfig("prefill-0", address)],
+            )
+        )
+        try:
+            await d.until(lambda: d.peer_path)
+            assert d.peer_path == ("shm" if same_host else "tcp")
+            id_ = d.ask((1, 2, 3, 4, 5), max_tokens=3)
+            await d.answer(id_)
+            assert d.tokens_of(id_) == expected((1, 2, 3, 4, 5), 3)
+        finally:
+            await d.close()
+            await p.close()
+
+    asyncio.run(main())
+
+
+def test_a_new_session_of_an_instance_ends_the_older_one(kind: str) -> None:
+    async def main() -> None:
+        async with pair(kind) as both:
+            both.prefill.engine.pause("prefill")
+            id_ = both.decode.ask((1, 2, 3))
+            await both.decode.until(lambda: both.prefill.ledger.outgoing)
+            twin = await start(
+                config(
+                    "decode-0",
+                    "decode",
+                    cpu_buffer_bytes=16 * BLOCK_BYTES,
+                    prefill_peers=both.decode.config.prefill_peers,
+                    transfer=kind,
+                )
+            )
+            await twin.until(lambda: twin.peer_path)
+            failed = await both.decode.answer(id_)
+            assert failed.leg == "prefill"  # type: ignore[union-attr]
+            await twin.close()
+            both.prefill.engine.pause()
+            await both.decode.until(lambda: both.handoff._sessions)
+
+    asyncio.run(main())
+
+
+def test_strangers_are_cut_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_server, "HANDSHAKE_S", 0.3)
+
+    async def main() -> None:
+        async with pair(kind) as both:
+            for first in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"pdctl/1\n" + b"0" * 64, b""):
+                reader, writer = await asyncio.open_connection("127.0.0.1", both.port)
+                writer.write(first)
+                async with asyncio.timeout(5):
+                    with contextlib.suppress(ConnectionError):
+                        while await reader.read(1000):
+                            pass
+                writer.close()
+            id_ = both.decode.ask((1, 2, 3), max_tokens=2)
+            await both.decode.answer(id_)
+            assert both.decode.tokens_of(id_) == expected((1, 2, 3), 2)
+
+    asyncio.run(main())

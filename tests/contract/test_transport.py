@@ -1,0 +1,206 @@
+"""What every transport promises (runtime/transfer/base.py): bytes, fences, refusals, and no
+fallback.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from transport_rig import Rig, block_runs, eventually
+
+from runtime.errors import TransferError
+from runtime.transfer.tcp import memory
+
+KINDS = ["shm", "tcp"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+@pytest.fixture
+def rig(kind: str) -> Iterator[Rig]:
+    made = Rig.make(kind, blocks=32, size=3 * 4096)
+    made.connect()
+    yield made
+    made.close()
+
+
+def all_landed(rig: Rig, nonce: int, count: int) -> None:
+    eventually(lambda: rig.receiver.landed(nonce, count) == count)
+
+
+# ---- bytes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_arrive_exactly_and_nowhere_else(rig: Rig, seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randrange(1, rig.blocks + 1)
+    source, target = rng.sample(range(rig.blocks), count), rng.sample(range(rig.blocks), count)
+    others = [b for b in range(rig.blocks) if b not in target]
+    rig.receiver.expect(1, tuple(target))
+    at = 0
+    while at < count:
+        end = min(count, at + rng.randrange(1, 9))
+        runs = block_runs(source[at:end], target[at:end], rig.size)
+        assert rig.sender.put(1, rig.source, runs) == (end - at) * rig.size
+        at = end
+    all_landed(rig, 1, count)
+    assert rig.bytes_of(target) == rig.pool_bytes(source)
+    assert rig.bytes_of(others) == b"\xee" * len(others) * rig.size
+
+
+def test_merged_runs(rig: Rig) -> None:
+    rig.receiver.expect(1, tuple(range(4, 20)))
+    runs = np.array(
+        [[0, 4 * rig.size, 10 * rig.size], [20 * rig.size, 14 * rig.size, 6 * rig.size]]
+    )
+    rig.sender.put(1, rig.source, runs)
+    all_landed(rig, 1, 16)
+    assert rig.bytes_of(list(range(4, 20))) == rig.pool_bytes([*range(10), *range(20, 26)])
+
+
+def test_reservations_do_not_mix(rig: Rig) -> None:
+    rig.receiver.expect(1, (0, 1, 2))
+    rig.receiver.expect(2, (7, 6))
+    rig.sender.put(1, rig.source, block_runs([0, 1], [0, 1], rig.size))
+    rig.sender.put(2, rig.source, block_runs([5, 4], [7, 6], rig.size))
+    rig.sender.put(1, rig.source, block_runs([2], [2], rig.size))
+    all_landed(rig, 1, 3)
+    all_landed(rig, 2, 2)
+    assert rig.bytes_of([0, 1, 2, 7, 6]) == rig.pool_bytes([0, 1, 2, 5, 4])
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "run", [(-1, 0, 8), (32 * 3 * 4096, 0, 8), (32 * 3 * 4096 - 4, 0, 8), (0, 0, -8)]
+)
+def test_a_run_outside_of_the_source_is_refused(rig: Rig, run: tuple[int, int, int]) -> None:
+    before = rig.bytes_of()
+    rig.receiver.expect(1, (0,))
+    with pytest.raises(TransferError):
+        rig.sender.put(1, rig.source, np.array([run], dtype=np.int64))
+    assert rig.bytes_of() == before
+
+
+@pytest.mark.parametrize("target", [-1, 32, 1 << 40])
+def test_a_run_outside_of_the_buffer_writes_nothing(rig: Rig, target: int) -> None:
+    before = rig.bytes_of()
+    rig.receiver.expect(1, (0, 1))
+    runs = block_runs([0, 1], [0, target], rig.size)
+    if rig.kind == "shm":
+        with pytest.raises(TransferError):
+            rig.sender.put(1, rig.source, runs)
+    else:
+        rig.sender.put(1, rig.source, runs)
+        eventually(lambda: rig.refused)
+    assert rig.bytes_of() == before
+
+
+def test_an_aborted_sender_puts_nothing(rig: Rig) -> None:
+    before = rig.bytes_of()
+    rig.receiver.expect(1, (0,))
+    rig.sender.abort()
+    for _ in range(2):
+        with pytest.raises(TransferError):
+            rig.sender.put(1, rig.source, block_runs([0], [0], rig.size))
+    assert rig.bytes_of() == before
+
+
+# ---- fences ------------------------------------------------------------------------------------
+
+
+def test_nothing_changes_behind_a_fence(kind: str) -> None:
+    """Revoke in the middle of a stream of puts: once fenced, the blocks may be used for something
+    else.
+    """
+    rig = Rig.make(kind, blocks=64, size=1 << 20)
+    rig.connect()
+    stop = threading.Event()
+
+    def put() -> None:
+        nonce = 1
+        while not stop.is_set():
+            for b in range(64):
+                rig.sender.put(nonce, rig.source, block_runs([b], [b], rig.size))
+
+    thread = threading.Thread(target=put)
+    rig.receiver.expect(1, tuple(range(64)))
+    thread.start()
+    try:
+        eventually(lambda: rig.bytes_of([3]) == rig.pool_bytes([3]))
+        fenced = rig.receiver.revoke(1)
+        assert fenced == (kind == "tcp")
+        if not fenced:
+            # shm has no fence while its writer lives: what a session does is stop it, and wait.
+            assert not rig.receiver.writer_gone()
+            stop.set()
+            thread.join()
+        new = b"\x11" * rig.buffer.nbytes
+        memory(rig.buffer.region)[:] = new
+        time.sleep(0.1)
+        assert rig.bytes_of() == new
+    finally:
+        stop.set()
+        thread.join()
+        rig.close()
+
+
+def test_a_closed_receiver_is_written_no_more_or_says_so(rig: Rig) -> None:
+    rig.receiver.expect(1, (0,))
+    rig.receiver.close()
+    if not rig.receiver.writer_gone():
+        assert rig.kind == "shm"
+        return
+    before = rig.bytes_of()
+    with pytest.raises(TransferError):
+        for _ in range(1000):
+            rig.sender.put(1, rig.source, block_runs([0], [0], rig.size))
+    assert rig.bytes_of() == before
+
+
+def test_a_killed_sender_is_proven_gone(kind: str) -> None:
+    rig = Rig.make(kind, blocks=2, size=1 << 20)
+    try:
+        for nonce in range(1, 1000):
+            # The child starts as soon as it is connected; nonces count up with its puts.
+            if nonce == 1:
+                rig.connect_child()
+            rig.receiver.expect(nonce, (0,))
+        time.sleep(0.2)
+        assert not rig.receiver.writer_gone()
+        assert rig.child is not None
+        rig.child.kill()
+        eventually(rig.receiver.writer_gone)
+        before = rig.bytes_of()
+        time.sleep(0.05)
+        assert rig.bytes_of() == before
+        assert rig.receiver.revoke(1)
+        if kind == "tcp":
+            eventually(lambda: rig.closed)
+    finally:
+        rig.close()
+
+
+def test_a_stopped_sender_is_not_gone(kind: str) -> None:
+    rig = Rig.make(kind, blocks=2, size=4096)
+    try:
+        rig.connect_child()
+        assert rig.child is not None
+        rig.child.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        assert not rig.receiver.writer_gone()
+        rig.child.send_signal(signal.SIGCONT)
+    finally:
+        rig.close()

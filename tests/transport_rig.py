@@ -1,0 +1,149 @@
+"""A sender and a receiver of either transport, joined; also runnable as a sender's process that
+never stops.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.kv.buffer import CpuBuffer
+from runtime.kv.region import Region
+from runtime.transfer.base import Receiver, Runs, Sender
+from runtime.transfer.identity import ProcessIdentity, own_identity
+from runtime.transfer.shm import ShmReceiver, ShmSender
+from runtime.transfer.tcp import TcpEvents, TcpReceiver, TcpSender, memory
+
+
+def block_runs(source: list[int], target: list[int], size: int) -> Runs:
+    rows = [(s * size, t * size, size) for s, t in zip(source, target, strict=True)]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def eventually(condition: Callable[[], object], timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@dataclass(eq=False)
+class Rig:
+    """`pool` is prefill's memory, `buffer` decode's; `blocks` blocks of `size` bytes on each side."""
+
+    kind: str
+    blocks: int
+    size: int
+    buffer: CpuBuffer
+    pool: NDArray[np.uint8]
+    landed: list[int] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    child: subprocess.Popen[str] | None = None
+    sender: Sender = field(init=False)
+    receiver: Receiver = field(init=False)
+
+    @classmethod
+    def make(cls, kind: str, blocks: int, size: int) -> Rig:
+        buffer = CpuBuffer.create(f"pdctl-test-{secrets.token_hex(6)}", blocks * size, size)
+        rng = np.random.default_rng(blocks * size)
+        pool = rng.integers(0, 256, blocks * size, dtype=np.uint8)
+        memory(buffer.region)[:] = b"\xee" * buffer.nbytes
+        return cls(kind, blocks, size, buffer, pool)
+
+    @property
+    def source(self) -> Region:
+        return Region(self.pool.ctypes.data, self.pool.nbytes)
+
+    def bytes_of(self, blocks: list[int] | None = None) -> bytes:
+        """The buffer's bytes, of these blocks in this order."""
+        everything = bytes(memory(self.buffer.region))
+        if blocks is None:
+            return everything
+        return b"".join(everything[b * self.size : (b + 1) * self.size] for b in blocks)
+
+    def pool_bytes(self, blocks: list[int]) -> bytes:
+        return b"".join(self.pool[b * self.size : (b + 1) * self.size].tobytes() for b in blocks)
+
+    def connect(self) -> None:
+        """Both ends in this process."""
+        if self.kind == "shm":
+            self.receiver = ShmReceiver(own_identity())
+            self.sender = ShmSender.open(self.buffer.name, self.buffer.nbytes)
+        else:
+            ours, theirs = _tcp_pair()
+            self.receiver = self._tcp_receiver(ours)
+            self.sender = TcpSender(theirs)
+
+    def connect_child(self) -> None:
+        """The sender in a process of its own, which puts block 0 into block 0 again and again."""
+        argv = [sys.executable, __file__, self.kind]
+        if self.kind == "shm":
+            argv += [self.buffer.name, str(self.buffer.nbytes), str(self.size)]
+            self.child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+            assert self.child.stdout is not None
+            pid, ticks, boot = self.child.stdout.readline().split()
+            self.receiver = ShmReceiver(ProcessIdentity(int(pid), int(ticks), boot))
+            return
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            argv += ["127.0.0.1", str(server.getsockname()[1]), str(self.size)]
+            self.child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+            server.settimeout(20)
+            self.receiver = self._tcp_receiver(server.accept()[0])
+
+    def _tcp_receiver(self, sock: socket.socket) -> TcpReceiver:
+        events = TcpEvents(
+            lambda call: call(),
+            self.landed.append,
+            lambda nonce, why: self.refused.append((nonce, why)),
+            self.closed.append,
+        )
+        return TcpReceiver(sock, self.buffer.region, self.size, events)
+
+    def close(self) -> None:
+        if self.child:
+            self.child.kill()
+            self.child.wait()
+            assert self.child.stdout is not None
+            self.child.stdout.close()
+        else:
+            self.sender.abort()
+            self.sender.close()
+        self.receiver.close()
+        self.buffer.close()
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        return server.accept()[0], theirs
+
+
+def main() -> None:
+    """`transport_rig.py shm NAME BYTES BLOCK_BYTES` or `tcp HOST PORT BLOCK_BYTES`."""
+    kind, where, number, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    pool = np.zeros(size, dtype=np.uint8)
+    sender: Sender
+    if kind == "shm":
+        sender = ShmSender.open(where, number)
+        me = own_identity()
+        print(me.pid, me.start_ticks, me.boot_id, flush=True)
+    else:
+        sender = TcpSender(socket.create_connection((where, number)))
+    nonce = 0
+    while True:
+        nonce += 1
+        pool[:] = nonce % 256
+        sender.put(nonce, Region(pool.ctypes.data, size), block_runs([0], [0], size))
+
+
+if __name__ == "__main__":
+    main()
