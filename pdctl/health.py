@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
 
 POLL_S = 0.1
+SLOW_POLL_S = 0.3
+"""After a few seconds: every look costs the CPU on which the model is being loaded."""
 HTTP_TIMEOUT_S = 2.0
 _REASONS = ("waiting_for", "message")
 # A proxy from the environment has no business between us and our own services.
@@ -82,8 +84,10 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
                 name = next(iter(waiting))
                 raise _late(waiting[name], reasons[name], time.monotonic() - begun, watcher)
             if waiting:
-                wait(asked.values(), timeout=POLL_S, return_when=FIRST_COMPLETED)
-                time.sleep(POLL_S / 4)
+                slow = time.monotonic() - begun > 3.0
+                time.sleep(
+                    max(0.0, min(SLOW_POLL_S if slow else POLL_S, deadline - time.monotonic()))
+                )
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -82,6 +82,23 @@ class LocalHost:
         self.python = python
         base = os.environ.get("PDCTL_HOME") or "~/.pdctl"
         self.base = os.path.abspath(os.path.expanduser(base))
+        self._refuse_foreign_base()
+
+    def _refuse_foreign_base(self) -> None:
+        """We run code from there, and trust its records with signals: it has to be ours alone."""
+        try:
+            found = os.stat(self.base)
+        except OSError:
+            return  # not there yet, or out of reach: what needs it will say so
+        if found.st_uid != os.getuid():
+            raise StateError(
+                f"{self.base} belongs to another user (uid {found.st_uid})",
+                hint="set PDCTL_HOME to a directory of yours",
+            )
+        if found.st_mode & 0o022:
+            raise StateError(
+                f"{self.base} can be written by others", hint=f"chmod go-w {self.base}"
+            )
 
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
         with self._spawn(argv) as process:

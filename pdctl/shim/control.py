@@ -249,17 +249,23 @@ def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
     for s in services:
         if s.kin(marks):
             raise Refused("stop", f"{s.name}: still has processes {sorted(s.kin(marks))}")
+    with contextlib.suppress(OSError):  # a full disk must not keep what is to be removed
+        _keep_last(base, deployment, services, forget=everything and bool(services))
+    for s in services:
+        if os.path.isdir(s.dir):
+            shutil.rmtree(s.dir)
+    with contextlib.suppress(OSError):  # other services are in it, or it was never made
+        os.rmdir(os.path.join(base, deployment))
+    return {"purged": sorted(names)}
+
+
+def _keep_last(base: str, deployment: str, services: list[Service], *, forget: bool) -> None:
     private_dir(os.path.join(base, ".last"))
     kept = os.path.join(base, ".last", deployment)
-    if everything and services:
+    if forget:
         shutil.rmtree(kept, ignore_errors=True)
     private_dir(kept)
     for s in services:
         for name in ("out.log", "exit.json"):
             if os.path.exists(s.path(name)):
                 os.replace(s.path(name), os.path.join(kept, f"{s.name}.{name}"))
-        if os.path.isdir(s.dir):
-            shutil.rmtree(s.dir)
-    with contextlib.suppress(OSError):  # other services are in it, or it was never made
-        os.rmdir(os.path.join(base, deployment))
-    return {"purged": sorted(names)}

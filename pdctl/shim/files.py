@@ -5,6 +5,7 @@ Owns file modes (0600, 0700) and the lock on a deployment. Knows no processes.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -90,8 +91,11 @@ class DeploymentLock:
                 other = read_json(self.path).get("holder") or "an unknown holder"
                 raise Refused("locked", f"locked by {other}", holder=other)
             time.sleep(LOCK_POLL_S)
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, json.dumps({"holder": holder, "since": time.time()}).encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk the lock still holds, without a name
+            os.ftruncate(self._handle, 0)
+            os.pwrite(
+                self._handle, json.dumps({"holder": holder, "since": time.time()}).encode(), 0
+            )
 
     def _try(self) -> bool:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

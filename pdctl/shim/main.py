@@ -46,8 +46,8 @@ class Session:
         except Refused as e:
             return e.answer
         except OSError as e:
-            where = f"{e.filename}: " if e.filename else ""
-            return Refused("state", f"{where}{e.strerror or e}").answer
+            where = e.filename or request["base"]  # a full disk names no file
+            return Refused("state", f"{where}: {e.strerror or e}").answer
 
     def _do(self, base: str, request: dict[str, Any]) -> dict[str, Any]:
         what = request["do"]

@@ -188,5 +188,7 @@ class Supervisor:
                 shutil.copyfile(log, log + ".1")
                 os.chmod(log + ".1", 0o600)
                 os.truncate(log, 0)
+        except FileNotFoundError:
+            pass  # somebody removed the directory; the service goes on
         except OSError as e:
             print(f"pdctl: cannot rotate the log: {e}", file=sys.stderr)

@@ -31,6 +31,23 @@ def test_arguments_meet_no_shell(host: LocalHost) -> None:
     assert host.run([sys.executable, "-c", code, *nasty], timeout=20).out == f"{nasty}\n"
 
 
+def test_a_state_directory_of_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    monkeypatch.setenv("PDCTL_HOME", str(base))
+    base.chmod(0o775)
+    with pytest.raises(StateError, match="can be written by others"):
+        LocalHost()
+    base.chmod(0o755)
+    LocalHost()
+    if os.getuid() == 0:
+        os.chown(base, 65534, 65534)
+        with pytest.raises(StateError, match="belongs to another user"):
+            LocalHost()
+
+
 def test_what_does_not_end_is_ended(host: LocalHost) -> None:
     with pytest.raises(HostCommandError, match="did not end within 0 s"):
         host.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.3)

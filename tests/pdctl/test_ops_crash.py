@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from supervision import Home, Site, eventually
 
 from pdctl import ops
+from pdctl.errors import StateError
 
 DECODE = {"host": "local", "kv_cache": "1MiB", "cpu_buffer": "1MiB"}
 CODE = """
@@ -79,3 +82,42 @@ def test_killed_session_and_up_in_the_middle_of_starts(home: Home, site: Site) -
     assert ops.down("demo", 2.0, ops.silent).ok
     assert home.processes() == []
     assert home.segments() == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(disk)]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    with (disk / "fill").open("wb", buffering=0) as f, contextlib.suppress(OSError):
+        while True:
+            f.write(bytes(4096))
+    return disk / "fill"
+
+
+def test_a_full_disk_stops_up_with_one_line_and_does_not_stop_down(
+    small_disk: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCTL_HOME", str(small_disk / "home"))
+    (small_disk / "home").mkdir(mode=0o700)
+    (small_disk / "home" / ".shim").symlink_to(site.home.base / ".shim")
+    home = Home(small_disk)
+    path = site.topology()
+    filler = fill(small_disk)
+    with pytest.raises(StateError, match=f"{home.base}.*: No space left on device"):
+        ops.up(path, ops.UpOptions(), ops.silent)
+    assert home.processes() == []
+
+    filler.unlink()
+    ops.up(path, ops.UpOptions(), ops.silent)
+    fill(small_disk)
+    assert ops.down("demo", 5.0, ops.silent).ok
+    assert home.processes() == [] and home.segments() == []
+    assert not (home.base / "demo").exists()
