@@ -87,6 +87,9 @@ class Core:
         async with asyncio.timeout(timeout), self.changed:
             await self.changed.wait_for(lambda: bool(condition()))
 
+    async def linked(self, peer: str) -> None:
+        await self.until(lambda: peer in self.peers and self.peers[peer].path)
+
     async def ask(
         self,
         prompt: tuple[int, ...],

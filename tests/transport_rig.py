@@ -1,6 +1,4 @@
-"""A sender and a receiver of either transport, joined; also runnable as a sender's process that
-never stops.
-"""
+"""A sender and a receiver of either transport, joined; as a program, a sender that never stops."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def eventually(condition: Callable[[], object], timeout: float = 5.0) -> None:
 
 @dataclass(eq=False)
 class Rig:
-    """`pool` is prefill's memory, `buffer` decode's; `blocks` blocks of `size` bytes on each side."""
+    """`pool` is prefill's memory, `buffer` decode's; `blocks` blocks of `size` bytes each."""
 
     kind: str
     blocks: int

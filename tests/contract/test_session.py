@@ -20,6 +20,7 @@ from runtime.protocol import PeerState
 from runtime.transfer import peer_client, peer_server
 
 KINDS = ["shm", "tcp"]
+ELSEWHERE = PeerConfig("prefill-7", Address("", 0))
 
 
 @pytest.fixture(params=KINDS)
@@ -79,11 +80,7 @@ def why_refused(prefill: dict[str, Any], decode: dict[str, Any]) -> str:
         ({}, {"block_size": 8}, ["block_size", "8", "4"]),
         ({"transfer": "tcp"}, {"transfer": "shm"}, ["transfer", "shm", "tcp"]),
         ({"transfer": "shm"}, {"transfer": "tcp"}, ["transfer", "shm", "tcp"]),
-        (
-            {},
-            {"prefill_peers": [PeerConfig("prefill-7", Address("", 0))]},
-            ["prefill-0", "prefill-7"],
-        ),
+        ({}, {"prefill_peers": [ELSEWHERE]}, ["prefill-0", "prefill-7"]),
     ],
 )
 def test_what_differs_is_named(

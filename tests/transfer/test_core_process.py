@@ -55,9 +55,7 @@ class Deployment:
         await self.linked()
 
     async def linked(self) -> None:
-        await self.decode.until(
-            lambda: "prefill-0" in self.decode.peers and self.decode.peers["prefill-0"].path
-        )
+        await self.decode.linked("prefill-0")
 
 
 async def held_up(both: Deployment) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FORBIDDEN_TOKEN, expected
-from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, pair
+from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, pair, start
 
 from runtime.protocol import Abort, Failed, RequestId, Tokens
 
@@ -342,8 +342,6 @@ def test_a_lost_link_fails_what_needs_the_peer_at_once_and_spares_the_rest(kind:
 
 def test_a_restarted_prefill_is_a_new_peer(kind: str) -> None:
     async def scenario(both: Pair) -> None:
-        from handoff_lab import start
-
         old = both.handoff._sessions["prefill-0"].welcome
         await both.prefill.close()
         await both.decode.until(lambda: not both.handoff._sessions)
