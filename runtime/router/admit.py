@@ -137,8 +137,11 @@ async def admit(
     started = time.perf_counter()
     check_head(request, keys, max_body_bytes)
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        if request.content.is_eof():  # it came with the head, as most do: no timer needed
             body = await request.read()
+        else:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await request.read()
     except web.HTTPRequestEntityTooLarge as e:
         raise too_large(max_body_bytes) from e
     except TimeoutError as e:

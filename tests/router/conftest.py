@@ -91,6 +91,10 @@ class FakeInstance:
         for site in list(self.runner.sites):
             await site.stop()
 
+    async def revive(self) -> None:
+        """Answer at the old address again."""
+        await web.TCPSite(self.runner, "127.0.0.1", int(self.url.rpartition(":")[2])).start()
+
 
 @dataclass(slots=True)
 class Harness:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -170,6 +171,37 @@ async def _read_first(router: Harness) -> None:
         await response.read()
 
 
+async def test_idle_means_zero_after_many_clients_left_at_random(router: Harness) -> None:
+    async def script(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.01)
+        response = await start_stream(request)
+        for _ in range(5):
+            await response.write(event("word"))
+            await asyncio.sleep(0.005)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def ask(patience_s: float) -> bool:
+        try:
+            async with asyncio.timeout(patience_s), router.post(body={"stream": True}) as response:
+                return (await response.read()).endswith(b"data: [DONE]\n\n")
+        except TimeoutError:
+            return False
+
+    for number in range(2):
+        await router.pair(script, number=number)
+    chance = random.Random(7)
+    patience = [chance.choice([0.005, 0.02, 0.03, 30.0, 30.0, 30.0]) for _ in range(100)]
+    complete = await asyncio.gather(*(ask(p) for p in patience))
+    assert all(c for c, p in zip(complete, patience, strict=True) if p == 30.0)
+    names = ("prefill-0", "decode-0", "prefill-1", "decode-1")
+    async with asyncio.timeout(5):
+        while any([(await router.state(n))["in_flight"] for n in names]):
+            await asyncio.sleep(0.01)
+    assert [(await router.state(n))["failed"] for n in names] == [0, 0, 0, 0]
+    assert all(i.prompt_bytes == 0 for i in router.server.registry.instances())
+
+
 async def test_a_slow_client_slows_the_instance_down(router: Harness) -> None:
     sent = 0
 
@@ -218,6 +250,19 @@ async def test_without_another_pair_a_refused_connection_is_a_502_naming_it(
         assert response.status == 503
         assert int(response.headers["Retry-After"]) >= 1
         assert "decode-0" in (await response.json())["error"]["message"]
+
+
+async def test_a_lost_instance_is_found_again_without_waiting_for_a_heartbeat(
+    router: Harness,
+) -> None:
+    decode = await router.pair()
+    await decode.die()
+    async with router.post() as response:
+        assert response.status == 502
+    await decode.revive()
+    await router.until_reachable("decode-0")
+    async with router.post() as response:
+        assert response.status == 200
 
 
 async def test_an_instance_comes_back_by_itself_once_it_answers(router: Harness) -> None:
