@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pdctl.topology_schema import (
     ROLES,
-    DecodeGroup,
     Group,
+    Router,
     Topology,
     is_loopback,
     is_wildcard,
@@ -80,16 +80,18 @@ def contact_address(topology: Topology, host: str, bind: str | None = None) -> s
 
 
 def _listed(topology: Topology) -> Iterator[tuple[Path, Group]]:
-    for role in ROLES:
-        for index, group in enumerate(getattr(topology, role)):
+    for role, groups in topology.groups().items():
+        for index, group in enumerate(groups):
             yield (role, index), group
 
 
 def _hosts(topology: Topology, broken: Broken) -> Iterator[Finding]:
-    if broken.touches(("hosts",)) and ("hosts",) in broken.values:
+    if ("hosts",) in broken.values:
         return
     known = ", ".join(topology.hosts)
-    for path, section in [(("router",), topology.router), *_listed(topology)]:
+    sections: list[tuple[Path, Router | Group]] = [(("router",), topology.router)]
+    sections += _listed(topology)
+    for path, section in sections:
         if broken.touches((*path, "host")):
             continue
         if section.host is None:
@@ -212,7 +214,6 @@ def _addresses(topology: Topology, broken: Broken) -> Iterator[Finding]:
 def _transfer(topology: Topology, broken: Broken) -> Iterator[Finding]:
     homes = {topology.host_of(group) for group in topology.prefill}
     for index, group in enumerate(topology.decode):
-        assert isinstance(group, DecodeGroup)
         path: Path = ("decode", index)
         if group.transfer != "shm" or broken.touches(("prefill",)) or broken.touches(path):
             continue

@@ -212,23 +212,20 @@ class Topology(Section):
         """Key of the section's host; the only host when it names none."""
         return section.host if section.host is not None else next(iter(self.hosts))
 
+    def groups(self) -> dict[InstanceRole, tuple[Group, ...]]:
+        return {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+
     def instances(self) -> tuple[Instance, ...]:
         """Every instance, numbered per role across groups: prefill-0, prefill-1, decode-0, ..."""
         return tuple(self._instances())
 
     def _instances(self) -> Iterator[Instance]:
-        groups: dict[InstanceRole, tuple[Group, ...]] = {
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "mixed": self.mixed,
-        }
-        for role, of_role in groups.items():
+        for role, groups in self.groups().items():
             number = 0
-            for index, group in enumerate(of_role):
+            for index, group in enumerate(groups):
                 for replica in range(group.replicas):
-                    yield Instance(
-                        f"{role}-{number}", role, self.host_of(group), group, index, replica
-                    )
+                    name = f"{role}-{number}"
+                    yield Instance(name, role, self.host_of(group), group, index, replica)
                     number += 1
 
     def used_hosts(self) -> tuple[str, ...]:
