@@ -16,7 +16,6 @@ struct Driver {
   Result (*device_count)(int*) = nullptr;
   Result (*current)(Context*) = nullptr;
   Result (*retain)(Context*, int) = nullptr;
-  Result (*release)(int) = nullptr;
   Result (*push)(Context) = nullptr;
   Result (*pop)(Context*) = nullptr;
   Result (*host_register)(void*, size_t, unsigned) = nullptr;
@@ -40,7 +39,6 @@ Driver load_driver() {
       find(library, "cuInit", d.init) && find(library, "cuDeviceGetCount", d.device_count) &&
       find(library, "cuCtxGetCurrent", d.current) &&
       find(library, "cuDevicePrimaryCtxRetain", d.retain) &&
-      find(library, "cuDevicePrimaryCtxRelease_v2", d.release) &&
       find(library, "cuCtxPushCurrent_v2", d.push) && find(library, "cuCtxPopCurrent_v2", d.pop) &&
       find(library, "cuMemHostRegister_v2", d.host_register) &&
       find(library, "cuMemHostUnregister", d.host_unregister) &&
@@ -56,17 +54,30 @@ const Driver& driver() {
   return loaded;
 }
 
-// Makes a context current for its lifetime: the caller's own if there is one (torch's), else the
-// first visible device's primary context.
+struct Primary {
+  Context context = nullptr;
+  Result result = kSuccess;
+};
+
+// The first visible device's primary context, which torch uses too. Retained once and for the life of
+// the process: registrations live as long as it.
+const Primary& primary(const Driver& d) {
+  static const Primary retained = [&d] {
+    Primary p;
+    p.result = d.retain(&p.context, 0);
+    return p;
+  }();
+  return retained;
+}
+
+// Makes a context current for its lifetime, unless the calling thread has one.
 class CurrentContext {
  public:
   explicit CurrentContext(const Driver& d) : d_(d) {
     Context context = nullptr;
     if (d_.current(&context) == kSuccess && context != nullptr) return;
-    result_ = d_.retain(&context, 0);
-    if (result_ != kSuccess) return;
-    retained_ = true;
-    result_ = d_.push(context);
+    result_ = primary(d_).result;
+    if (result_ == kSuccess) result_ = d_.push(primary(d_).context);
     pushed_ = result_ == kSuccess;
   }
   ~CurrentContext() {
@@ -78,19 +89,9 @@ class CurrentContext {
 
   Result result() const { return result_; }
 
-  // The registration lives as long as the context: gives the reference back only when nothing was
-  // registered through it.
-  void abandon() {
-    Context ignored = nullptr;
-    if (pushed_) d_.pop(&ignored);
-    if (retained_) d_.release(0);
-    pushed_ = retained_ = false;
-  }
-
  private:
   const Driver& d_;
   Result result_ = kSuccess;
-  bool retained_ = false;
   bool pushed_ = false;
 };
 
@@ -99,11 +100,10 @@ class CurrentContext {
 CudaHost cuda_register(void* address, size_t nbytes, std::string* error) {
   const Driver& d = driver();
   if (!d.present) return CudaHost::kAbsent;
-  CurrentContext context(d);
+  const CurrentContext context(d);
   Result result = context.result();
   if (result == kSuccess) result = d.host_register(address, nbytes, kPortable);
   if (result == kSuccess) return CudaHost::kRegistered;
-  context.abandon();
   const char* name = nullptr;
   *error = d.error_name(result, &name) == kSuccess && name != nullptr
                ? std::string(name)
@@ -114,9 +114,8 @@ CudaHost cuda_register(void* address, size_t nbytes, std::string* error) {
 void cuda_unregister(void* address) noexcept {
   const Driver& d = driver();
   if (!d.present) return;
-  CurrentContext context(d);
+  const CurrentContext context(d);
   if (context.result() == kSuccess) d.host_unregister(address);
-  context.abandon();
 }
 
 }  // namespace pdctl

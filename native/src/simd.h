@@ -108,7 +108,7 @@ PDCTL_INLINE void store(float* p, Floats<W> v) {
 
 template <int W>
 PDCTL_INLINE Floats<W> fill(float x) {
-  return Floats<W>{} + x;
+  return x - Floats<W>{};  // not 0 + x, which is an addition that a -0 keeps alive
 }
 
 // bfloat16 is the upper half of a float.
