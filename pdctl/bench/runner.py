@@ -142,7 +142,7 @@ async def _prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """For the warm-up, and for the run. Random ones differ: the warm-up fills no cache."""
     if options.dataset == "random" or options.dataset_path is None:
-        ids = await _vocabulary(session, target)
+        ids = await vocabulary(session, target)
         return (
             _random(target, options, ids, options.warmup, -1 - options.seed),
             _random(target, options, ids, options.num_prompts, options.seed),
@@ -161,7 +161,7 @@ async def _prompts(
     return prompts[: options.warmup], prompts
 
 
-async def _vocabulary(session: aiohttp.ClientSession, target: Target) -> Sequence[int]:
+async def vocabulary(session: aiohttp.ClientSession, target: Target) -> Sequence[int]:
     """Token ids to draw from, none of them special."""
     if target.vocab_size is not None:
         return dataset.ordinary_ids(target.vocab_size)

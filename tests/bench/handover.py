@@ -1,0 +1,234 @@
+"""What being split costs: one request at a time, prefill and decode apart against a mixed instance.
+
+Brings up both through pdctl (in a private home, on free ports), sends each the same long prompts in
+turn, so that drift of the machine hits both alike, and takes them down. Every number of a row is
+from the same streams. Prints a verdict; the exit code only tells whether all requests succeeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lab import Deployment, Lab
+
+from pdctl import models
+from pdctl.bench import client
+from pdctl.bench.dataset import random_prompts
+from pdctl.bench.metrics import percentile
+from pdctl.bench.outcome import Outcome
+from pdctl.bench.runner import vocabulary
+from pdctl.errors import PdctlError
+
+TARGET_MS = 5.0
+WARM_UP = 2
+REQUEST_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One stream, in milliseconds."""
+
+    ttft: float
+    second: float
+    """Gap between first and second token."""
+    step: float
+    """One decode step: the median of the later gaps of the same stream."""
+    transfer: float | None
+    swap_in: float | None
+    prefill: float | None
+    kv_mib: float
+    path: str
+
+    @property
+    def cost(self) -> float:
+        return self.second - self.step
+
+
+@dataclass(slots=True)
+class Side:
+    """One deployment and what it did."""
+
+    name: str
+    endpoint: str
+    samples: list[Sample] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def sample(outcome: Outcome) -> Sample | str:
+    """The stream's numbers, or why it has none."""
+    if outcome.failure is not None:
+        return f"{outcome.failure.kind}: {outcome.failure.message}"
+    if outcome.served is None or outcome.output_tokens != len(outcome.arrivals_s):
+        return f"{outcome.output_tokens} tokens in {len(outcome.arrivals_s)} arrivals"
+    assert outcome.ttft_s is not None
+    gaps, served = outcome.gaps_s, outcome.served
+
+    def stage(name: str) -> float | None:
+        return 1e3 * served.stages[name] if name in served.stages else None
+
+    return Sample(
+        ttft=1e3 * outcome.ttft_s,
+        second=1e3 * gaps[0],
+        step=1e3 * statistics.median(gaps[1:]),
+        transfer=stage("transfer"),
+        swap_in=stage("swap_in"),
+        prefill=stage("prefill"),
+        kv_mib=served.kv_bytes / 2**20,
+        path=served.path,
+    )
+
+
+async def measure(sides: Sequence[Side], requests: int, prompt: int, output: int) -> None:
+    """Every prompt goes to every side, one at a time; who is first changes with each prompt."""
+    async with client.open_session(REQUEST_S) as session:
+        targets = {s.name: await client.look(session, s.endpoint, None) for s in sides}
+        ids = await vocabulary(session, targets[sides[0].name])
+        seed = int.from_bytes(os.urandom(4))
+        prompts = random_prompts(
+            WARM_UP + requests, input_len=prompt, output_len=output, ids=ids, seed=seed
+        )
+        for i, one in enumerate(prompts):
+            turn = i % len(sides)
+            for side in (*sides[turn:], *sides[:turn]):
+                target = targets[side.name]
+                outcome = await client.request(session, target, one, ignore_eos=True)
+                take(side, outcome, counts=i >= WARM_UP)
+            print(f"{i + 1} of {len(prompts)} prompts", file=sys.stderr)
+
+
+def take(side: Side, outcome: Outcome, *, counts: bool) -> None:
+    found = sample(outcome)
+    if isinstance(found, str):
+        side.failures.append(found)
+    elif counts:
+        side.samples.append(found)
+
+
+@contextmanager
+def up(lab: Lab, name: str, **sections: object) -> Iterator[str]:
+    """A deployment for the time of the block; its endpoint."""
+    deployment = Deployment(lab, name, lab.topology(name, **sections))
+    result = deployment.up()
+    try:
+        if result.returncode:
+            raise PdctlError(f"{name} did not come up:\n{result.stderr}")
+        yield deployment.endpoint
+    finally:
+        result = deployment.down()
+        if result.returncode:
+            print(f"{name} did not go down:\n{result.stderr}", file=sys.stderr)
+
+
+def _terminated(*_: object) -> None:
+    sys.exit(143)
+
+
+def spread(values: Sequence[float | None]) -> str:
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return f"{'-':>10}{'-':>10}"
+    return f"{percentile(known, 50):>10.2f}{percentile(known, 95):>10.2f}"
+
+
+def report(sides: Sequence[Side]) -> list[str]:
+    """The table, median and P95 per side, and what it means."""
+    lines = [" " * 26 + "".join(f"{s.name:>20}" for s in sides)]
+    lines.append(" " * 26 + f"{'median':>10}{'P95':>10}" * len(sides))
+    rows: dict[str, Callable[[Sample], float | None]] = {
+        "TTFT (ms)": lambda s: s.ttft,
+        "  prefill (ms)": lambda s: s.prefill,
+        "2nd token gap (ms)": lambda s: s.second,
+        "one decode step (ms)": lambda s: s.step,
+        "gap - one step (ms)": lambda s: s.cost,
+        "  transfer (ms)": lambda s: s.transfer,
+        "  swap_in (ms)": lambda s: s.swap_in,
+        "KV moved (MiB)": lambda s: s.kv_mib,
+    }
+    for title, pick in rows.items():
+        columns = (spread([pick(s) for s in side.samples]) for side in sides)
+        lines.append(f"{title:<26}" + "".join(columns))
+    mixed = next(s for s in sides if s.name == "mixed")
+    for side in sides:
+        if side is mixed or not side.samples or not mixed.samples:
+            continue
+        pairs = zip(side.samples, mixed.samples, strict=False)
+        ratio = statistics.median(a.ttft / b.ttft for a, b in pairs)
+        lines.append(f"TTFT({side.name}) / TTFT(mixed): {ratio:.3f} (median over equal prompts)")
+    return lines + verdict(sides)
+
+
+def verdict(sides: Sequence[Side]) -> list[str]:
+    shm = next(s for s in sides if s.name == "pd-shm")
+    if not shm.samples:
+        return ["verdict: no samples over shm"]
+    wrong = {s.path for s in shm.samples} - {"shm"}
+    if wrong:
+        return [f"verdict: none, KV went by {', '.join(sorted(wrong))} and not by shm"]
+    costs = [s.cost for s in shm.samples]
+    cost = statistics.median(costs)
+    # Of a median of n samples, robust: 1.2533 sigma / sqrt(n), sigma from the absolute deviations.
+    sigma = 1.4826 * statistics.median(abs(c - cost) for c in costs)
+    error = 1.2533 * sigma / len(costs) ** 0.5
+    line = f"gap - one decode step over shm: {cost:.2f} ± {error:.2f} ms, target < {TARGET_MS:g} ms"
+    if len(costs) < 5 or error > TARGET_MS:
+        return [f"{line}: too few or too noisy to tell"]
+    return [f"{line}: {'met' if cost < TARGET_MS else 'NOT met'}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=12, help="measured requests per side")
+    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each instance")
+    parser.add_argument("--tcp", action="store_true", help="prefill and decode over tcp, too")
+    args = parser.parse_args()
+    if args.output_tokens < 4:
+        parser.error("--output-tokens: at least 4, to know a decode step")
+
+    alike = {"host": "local", "threads": args.threads, "kv_cache": "256MiB"}
+    decode = alike | {"cpu_buffer": "256MiB"}
+    with tempfile.TemporaryDirectory(prefix="pdctl-bench-") as root, ExitStack() as stack:
+        weights = os.environ.get("PDCTL_TEST_MODEL")
+        path = Path(weights) if weights else models.resolve("smollm2-135m", Path()).path
+        lab = Lab(Path(root), path)
+        transfers = ["shm", "tcp"] if args.tcp else ["shm"]
+        sides = [
+            Side(
+                f"pd-{kind}",
+                stack.enter_context(
+                    up(lab, f"pd-{kind}", prefill=[alike], decode=[decode | {"transfer": kind}])
+                ),
+            )
+            for kind in transfers
+        ]
+        sides.append(Side("mixed", stack.enter_context(up(lab, "mixed", mixed=[alike]))))
+        asyncio.run(measure(sides, args.requests, args.prompt_tokens, args.output_tokens))
+        print(
+            f"{args.requests} requests per side, one at a time; {args.prompt_tokens} prompt and "
+            f"{args.output_tokens} output tokens; {args.threads} threads per instance"
+        )
+        print("\n".join(report(sides)))
+        failed = [f"{s.name}: {why}" for s in sides for why in s.failures]
+    for line in failed:
+        print(f"FAILED {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)  # what was brought up goes down then, too
+    try:
+        sys.exit(main())
+    except PdctlError as e:
+        sys.exit(f"error: {e}" + (f"\nhint: {e.hint}" if e.hint else ""))
