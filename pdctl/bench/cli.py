@@ -71,38 +71,43 @@ def bench_command(
 
         typer.echo(TEXT, nl=False)
         return
-    rate, shape = _rate(request_rate), _positive("--burstiness", burstiness)
-    seconds = _positive("--timeout", timeout)
-    measured = _measured(name, endpoint)
-
     from pdctl.bench.runner import Options, bench
 
-    options = Options(
-        endpoint=measured.endpoint,
-        deployment=measured.deployment,
-        services=measured.services,
-        model=model,
-        num_prompts=num_prompts,
-        request_rate=rate,
-        burstiness=shape,
-        max_concurrency=max_concurrency,
-        input_len=input_len,
-        output_len=output_len,
-        dataset=dataset,
-        dataset_path=dataset_path,
-        ignore_eos=ignore_eos,
-        seed=seed,
-        warmup=warmup,
-        goodput=goodput,
-        output=output,
-        as_json=as_json,
-        timeout=seconds,
-    )
     try:
+        rate, shape = _rate(request_rate), _positive("--burstiness", burstiness)
+        seconds = _positive("--timeout", timeout)
+        measured = _measured(name, endpoint)
+        options = Options(
+            endpoint=measured.endpoint,
+            deployment=measured.deployment,
+            services=measured.services,
+            model=model,
+            num_prompts=num_prompts,
+            request_rate=rate,
+            burstiness=shape,
+            max_concurrency=max_concurrency,
+            input_len=input_len,
+            output_len=output_len,
+            dataset=dataset,
+            dataset_path=dataset_path,
+            ignore_eos=ignore_eos,
+            seed=seed,
+            warmup=warmup,
+            goodput=goodput,
+            output=output,
+            as_json=as_json,
+            timeout=seconds,
+        )
         code = bench(options, typer.echo)
     except KeyboardInterrupt:
         typer.echo("interrupted before there was anything to report", err=True)
         code = EXIT_INTERRUPTED
+    except PdctlError as e:
+        if as_json:
+            from pdctl.output import error_document, json_text
+
+            typer.echo(json_text(error_document(e)))
+        raise
     raise typer.Exit(code)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from pdctl.bench.cli import bench_command
 from pdctl.bench.explain import TEXT
 from pdctl.errors import PdctlError
 
+RUN = "import typer; from pdctl.bench.cli import bench_command; typer.run(bench_command)"
 SMALL = ["--input-len", "16", "--output-len", "3", "--num-prompts", "6"]
 
 
@@ -182,11 +185,35 @@ def test_nobody_there() -> None:
     assert error.value.hint
 
 
+def test_with_json_a_failure_is_a_document_too() -> None:
+    argv = [sys.executable, "-m", "pdctl", "bench", "--endpoint", "127.0.0.1:9", "--json"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1
+    doc = json.loads(result.stdout)
+    assert doc["schema"] == "pdctl.error/1" and "refused" in doc["error"]
+    assert result.stderr.splitlines()[0].startswith("error: http://127.0.0.1:9/v1/models: ")
+
+
+def test_a_bar_on_a_terminal_and_nothing_of_it_on_stdout() -> None:
+    terminal, end = pty.openpty()
+    with serve(good) as server:
+        argv = [sys.executable, "-c", RUN, "--endpoint", server.url, *SMALL]
+        bench = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=end, text=True)
+        try:
+            stdout, _ = bench.communicate(timeout=30)
+        finally:
+            bench.kill()
+        os.close(end)
+    drawn = os.read(terminal, 65536).decode()
+    os.close(terminal)
+    assert bench.returncode == 0
+    assert "6/6" in drawn and "0 failed" in drawn
+    assert stdout.startswith("============ Serving Benchmark Result")
+    assert "\x1b" not in stdout
+
+
 def test_explain() -> None:
     assert _bench("--explain") == (0, TEXT)
-
-
-RUN = "import typer; from pdctl.bench.cli import bench_command; typer.run(bench_command)"
 
 
 def test_ctrl_c_gives_what_is_done_and_130(tmp_path: Path) -> None:
