@@ -13,7 +13,7 @@ from typing import Any
 
 from pdctl import state
 from pdctl.events import Event, Report
-from pdctl.fleet import Fleet, known_hosts
+from pdctl.fleet import Fleet, known_addresses, opened
 from pdctl.preflight import describe_port
 from pdctl.records import ServiceRecord
 
@@ -80,7 +80,10 @@ def down(name: str, timeout_s: float | None, report: Report) -> DownResult:
     grace_s = timeout_s if timeout_s is not None else known.drain_timeout_s + END_S
     services: list[StoppedService] = []
     notes: list[str] = []
-    with Fleet(name, known_hosts(name), purpose="down", wait_s=LOCK_WAIT_S) as fleet:
+    with (
+        opened(known_addresses(name)) as hosts,
+        Fleet(name, hosts, purpose="down", wait_s=LOCK_WAIT_S) as fleet,
+    ):
         records = fleet.observe()
         for wave in _waves(records):
             told = {s.name for s in services}

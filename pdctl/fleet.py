@@ -6,37 +6,43 @@ Knows how to reach hosts; decides nothing about services.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
 from pdctl import state
 from pdctl.agent import CALL_TIMEOUT_S, Session, shim_call
-from pdctl.errors import UsageError
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
+from pdctl.ssh import SshHost
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def open_hosts(addresses: Mapping[str, str | None]) -> dict[str, Host]:
-    """Topology's key -> host; an address of None is this machine, however many keys mean it."""
-    local = LocalHost()
-    remote = [key for key, address in addresses.items() if address is not None]
-    if remote:
-        raise UsageError(
-            f"host {remote[0]}: this version serves this machine only, without an `address`",
-            hint="leave `address` out",
-        )
-    return dict.fromkeys(addresses, local)
+@contextlib.contextmanager
+def opened(addresses: Mapping[str, str | None]) -> Iterator[dict[str, Host]]:
+    """Topology's key -> host, closed at the end. Keys with one address mean one machine.
+
+    An address of None is this machine. Others are connected to on first use.
+    """
+    by_address: dict[str | None, Host] = {}
+    for key, address in addresses.items():
+        if address not in by_address:
+            by_address[address] = LocalHost() if address is None else SshHost(key, address)
+    try:
+        yield {key: by_address[address] for key, address in addresses.items()}
+    finally:
+        for host in by_address.values():
+            host.close()
 
 
-def known_hosts(name: str) -> dict[str, Host]:
-    """Hosts a deployment may be on: this machine, and those its last `up` touched."""
+def known_addresses(name: str) -> dict[str, str | None]:
+    """Hosts a deployment may be on: those its `up`s touched, or this machine."""
     known = state.recall(name)
-    return open_hosts({"local": None, **(known.hosts if known else {})})
+    return known.hosts if known and known.hosts else {"local": None}
 
 
 def machines(hosts: Iterable[Host]) -> list[Host]:

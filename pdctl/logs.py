@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdctl.agent import request_text, shim_argv, shim_call
 from pdctl.errors import PdctlError, UsageError
-from pdctl.fleet import known_hosts, look, machines
+from pdctl.fleet import known_addresses, look, machines, opened
 from pdctl.hosts import Channel, Host
 
 
@@ -25,14 +25,20 @@ def logs(name: str, services: Sequence[str], lines: int, *, follow: bool) -> Ite
 
     After `down` the last lines of the services that were stopped are still there.
     """
-    hosts = machines(known_hosts(name).values())
-    if follow:
-        yield from _follow(name, services, lines, hosts)
-        return
-    wanted = list(services) or None
+    with opened(known_addresses(name)) as by_key:
+        hosts = machines(by_key.values())
+        if follow:
+            yield from _follow(name, services, lines, hosts)
+        else:
+            yield from _last(name, services, lines, hosts)
+
+
+def _last(
+    name: str, services: Sequence[str], lines: int, hosts: Sequence[Host]
+) -> Iterator[LogLine]:
     found: dict[str, list[str]] = {}
     for host in hosts:
-        payload = {"deployment": name, "services": wanted, "lines": lines}
+        payload = {"deployment": name, "services": list(services) or None, "lines": lines}
         found.update(shim_call(host, "tail", payload)["logs"])
     _check(name, services, found)
     for service in services or sorted(found):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pdctl import state
 from pdctl.agent import shim_call
 from pdctl.errors import UsageError
-from pdctl.fleet import known_hosts, look, machines, on_all
+from pdctl.fleet import known_addresses, look, machines, on_all, opened
 from pdctl.health import get_json, probe_ready
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord
@@ -105,13 +105,13 @@ def resolve_name(name: str | None) -> str:
 
 def status(name: str) -> DeploymentStatus:
     """Ask the hosts and every service, all at once. Raises UsageError when there is nothing."""
-    hosts = known_hosts(name)
-    records = look(hosts.values(), name)
+    with opened(known_addresses(name)) as hosts:
+        records = look(hosts.values(), name)
+        in_router = _router_view(records, hosts.values())
     if not records:
         others = deployments()
         hint = f"there are: {', '.join(others)}" if others else "start one: `pdctl up TOPOLOGY`"
         raise UsageError(f"there is no deployment {name}", hint=hint)
-    in_router = _router_view(records, hosts.values())
     with ThreadPoolExecutor(max_workers=min(32, len(records))) as pool:
         services = tuple(pool.map(lambda r: _service(r, in_router), records))
     return DeploymentStatus(name, _endpoint(services), tuple(sorted(services, key=_order)))

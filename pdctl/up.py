@@ -22,7 +22,7 @@ from pdctl import command, models, preflight, state, topology
 from pdctl.agent import shim_call
 from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, Report
-from pdctl.fleet import Fleet, look, machines, on_all, open_hosts
+from pdctl.fleet import Fleet, look, machines, on_all, opened
 from pdctl.health import Watcher, wait_ready
 from pdctl.hosts import Host
 from pdctl.plan import Plan, Step, allocate_ports, make_plan
@@ -76,25 +76,26 @@ class Attempt:
 
 def plan_up(path: Path, report: Report) -> Plan:
     """What `up` would do now. Takes no lock and changes nothing."""
-    wanted = _load(path, report)
-    records = look(wanted.hosts.values(), wanted.topology.name)
-    listening = on_all(
-        machines(wanted.hosts.values()), lambda h: (h.name, shim_call(h, "probe", {}))
-    )
-    return _plan(wanted, records, dict(listening))
+    wanted = _read(path, report)
+    with opened(wanted.addresses) as hosts:
+        records = look(hosts.values(), wanted.topology.name)
+        probes = on_all(machines(hosts.values()), lambda h: (h.name, shim_call(h, "probe", {})))
+        return _plan(wanted, hosts, records, dict(probes))
 
 
 def up(path: Path, options: UpOptions, report: Report) -> UpResult:
     """Idempotent. Raises PdctlError when the deployment is not ready at the end."""
     begun = time.monotonic()
-    wanted = _load(path, report)
+    wanted = _read(path, report)
     name = wanted.topology.name
     with (
         _terminated_like_interrupted(),
-        Fleet(name, wanted.hosts, purpose="up", wait_s=LOCK_WAIT_S) as fleet,
+        opened(wanted.addresses) as hosts,
+        Fleet(name, hosts, purpose="up", wait_s=LOCK_WAIT_S) as fleet,
     ):
         records = fleet.observe()
-        plan = _plan(wanted, records, dict(fleet.on_sessions(lambda s: s.call("probe", {}))))
+        probes = dict(fleet.on_sessions(lambda s: s.call("probe", {})))
+        plan = _plan(wanted, hosts, records, probes)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         _check(wanted, fleet, plan, records)
         _remember(wanted, report)
@@ -131,41 +132,42 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
 class Wanted:
     topology: topology.Topology
     path: Path
-    hosts: Mapping[str, Host]
-    facts: Mapping[str, command.HostFacts]
+    model: models.ResolvedModel
+    addresses: Mapping[str, str | None]
+    """Hosts of the topology, and those an earlier one used: what is left there is removed."""
 
 
-def _load(path: Path, report: Report) -> Wanted:
+def _read(path: Path, report: Report) -> Wanted:
     loaded = topology.load(path)
     for warning in loaded.warnings:
         report(Event("note", warning))
     t = loaded.topology
     model = models.resolve(t.model, path.resolve().parent)
-    hosts = open_hosts({key: _address(t, key) for key in t.used_hosts()})
-    facts = {
-        key: command.HostFacts(
-            python=t.hosts[key].python or sys.executable,
-            home=host.base,
-            model_path=str(model.path),
-            model_name=model.served_name,
-        )
-        for key, host in hosts.items()
-    }
-    return Wanted(t, path, hosts, facts)
-
-
-def _address(t: topology.Topology, key: str) -> str | None:
-    return None if t.hosts[key].local else t.hosts[key].address
+    known = state.recall(t.name)
+    used = {key: None if t.hosts[key].local else t.hosts[key].address for key in t.used_hosts()}
+    return Wanted(t, path, model, {**(known.hosts if known else {}), **used})
 
 
 def _plan(
-    wanted: Wanted, records: Sequence[ServiceRecord], probes: Mapping[str, Mapping[str, Any]]
+    wanted: Wanted,
+    hosts: Mapping[str, Host],
+    records: Sequence[ServiceRecord],
+    probes: Mapping[str, Mapping[str, Any]],
 ) -> Plan:
+    t = wanted.topology
+    facts = {
+        key: command.HostFacts(
+            python=t.hosts[key].python or sys.executable,
+            home=hosts[key].base,
+            model_path=str(wanted.model.path),
+            model_name=wanted.model.served_name,
+        )
+        for key in t.used_hosts()
+    }
     observed = [r.observed() for r in records]
-    busy = {key: probes[host.name]["listening"] for key, host in wanted.hosts.items()}
-    ports = allocate_ports(wanted.topology, observed, busy)
-    services = command.services(wanted.topology, ports, wanted.facts)
-    return make_plan(wanted.topology.name, services, observed)
+    busy = {key: probes[host.name]["listening"] for key, host in hosts.items()}
+    services = command.services(t, allocate_ports(t, observed, busy), facts)
+    return make_plan(t.name, services, observed)
 
 
 def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRecord]) -> None:
@@ -174,9 +176,9 @@ def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRe
     ending = {s.service.name for s in plan.of("replace", "remove")}
     problems: list[str] = []
     for session in fleet.sessions:
-        keys = {key for key, host in wanted.hosts.items() if host is session.host}
+        keys = {key for key, host in fleet.hosts.items() if host is session.host}
         here = [s for s in starting if s.host in keys]
-        paths = {wanted.facts[s.host].model_path for s in here if s.role != "router"}
+        paths = {str(wanted.model.path)} if any(s.role != "router" for s in here) else set[str]()
         facts = session.call("probe", preflight.probe_request(here, paths))
         leaving = [r for r in records if r.host in keys and r.name in ending]
         problems += preflight.check_host(session.host.name, facts, here, leaving)
@@ -185,8 +187,7 @@ def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRe
 
 def _remember(wanted: Wanted, report: Report) -> None:
     t = wanted.topology
-    hosts = {key: _address(t, key) for key in wanted.hosts}
-    path = str(wanted.path.resolve())
+    path, hosts = str(wanted.path.resolve()), dict(wanted.addresses)
     error = state.remember(state.KnownDeployment(t.name, path, hosts, t.drain_timeout))
     if error:
         report(Event("note", f"cannot remember {t.name} on this machine: {error}"))
