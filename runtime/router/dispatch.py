@@ -306,5 +306,5 @@ class Dispatcher:
             seconds,
             choice.prefill.name if choice and choice.prefill else "-",
             choice.decode.name if choice else "-",
-            (call.client_id if call else "") or "-",
+            (call.client_id if call else client_id(exchange.request)) or "-",
         )

@@ -53,8 +53,11 @@ async def test_the_field_at_fault_is_named(router: Harness) -> None:
 
 async def test_an_unknown_model_is_a_404_that_names_the_known_ones(router: Harness) -> None:
     await router.pair()
-    status, error = await error_of(router, b'{"model": "gpt-9"}')
-    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    headers = {"X-Request-Id": "mine"}
+    async with router.post(body={"model": "gpt-9"}, headers=headers) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (404, "mine")
+        error = (await response.json())["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "tiny" in error["message"]
 
 
