@@ -19,7 +19,8 @@ from fake_engine import FakeEngine
 
 from runtime.config import Address, ModelConfig, PeerConfig, WorkerConfig
 from runtime.engine.contract import EngineEvent
-from runtime.engine.roles import DecodeRole, Parts, PrefillRole, Role, make_role
+from runtime.engine.role import Parts, Role
+from runtime.engine.roles import DecodeRole, PrefillRole, make_role
 from runtime.protocol import (
     Event,
     Failed,

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 from runtime.config import WorkerConfig, load, read_token
 from runtime.engine.contract import EngineEvent
 from runtime.engine.core import Engine
-from runtime.engine.roles import Parts, Role, make_role
+from runtime.engine.role import Parts, Role
+from runtime.engine.roles import make_role
 from runtime.errors import RuntimeFailure
 from runtime.link import Link, LinkClosed
 from runtime.protocol import (
@@ -225,7 +226,14 @@ class _Core:
     async def _receive(self, link: Link[Command]) -> None:
         try:
             while True:
-                self._on_command(await link.receive())
+                command = await link.receive()
+                try:
+                    self._on_command(command)
+                except Exception:
+                    # Boundary of one command: a bug fails one request, not the instance.
+                    _log.exception("a command failed: %s", type(command).__name__)
+                    if isinstance(command, Generate):
+                        self._fail(command, "internal error", 500)
         except LinkClosed as e:
             _log.info("the front is gone: %s", e)
         finally:
@@ -236,20 +244,21 @@ class _Core:
             case Generate() if self._role:
                 self._role.generate(command)
             case Generate():
-                self._send(
-                    Failed(
-                        id=command.id,
-                        message=f"{self._config.name} is still starting",
-                        status=503,
-                        instance=self._config.name,
-                        retry_after_s=1.0,
-                    )
-                )
+                self._fail(command, f"{self._config.name} is still starting", 503)
             case Abort():
                 if self._role:
                     self._role.abort(command.id)
             case GetStats():
                 self._send(self._stats(command.seq))
+
+    def _fail(self, command: Generate, message: str, status: int) -> None:
+        retry = 1.0 if status == 503 else None
+        name = self._config.name
+        self._send(
+            Failed(
+                id=command.id, message=message, status=status, instance=name, retry_after_s=retry
+            )
+        )
 
     def _send(self, event: Event) -> None:
         assert self._link is not None

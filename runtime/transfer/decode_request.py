@@ -24,8 +24,6 @@ class DecodeSession:
     writer: Writer
     requests: dict[int, DecodeRequest] = field(default_factory=dict)
     """By nonce: asked of the peer, and their KV not all in the device pool yet."""
-    up: bool = False
-    """The path was tested; requests may use it."""
 
     @property
     def path(self) -> str:

@@ -24,9 +24,9 @@ from runtime.engine.contract import (
     EngineRequest,
     Produced,
 )
-from runtime.errors import Leg, TransferError
+from runtime.errors import CapacityError, Leg, LegError, RequestError, TransferError
 from runtime.kv.buffer import CpuBuffer, Reservation
-from runtime.kv.swap import Copy, CopyLane, copy_region, split_blocks
+from runtime.kv.swap import CopyLane
 from runtime.link import LinkClosed
 from runtime.protocol import (
     Cancel,
@@ -40,15 +40,17 @@ from runtime.protocol import (
     Ledger,
     OutputToken,
     PeerReply,
-    PeerState,
     Prefill,
     PrefillFailed,
     Released,
     RequestId,
     Tokens,
 )
+from runtime.transfer.admission import Admission, refusal
 from runtime.transfer.decode_request import DecodeRequest, DecodeSession
+from runtime.transfer.peer_table import PeerTable
 from runtime.transfer.reservations import Reservations, Waiter
+from runtime.transfer.swap_in import SwapIn
 
 _log = logging.getLogger(__name__)
 
@@ -68,44 +70,35 @@ class DecodeHandoff:
         self._config = config
         self._engine = engine
         self._layout = engine.layout
-        self._lane = lane
         self._send = send
         self.reservations = Reservations(buffer, self._loop)
         self._buffer = buffer
+        self._swap = SwapIn(engine, buffer, lane, self._maybe_resume, self._on_copy_end)
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._closing: set[DecodeRequest] = set()
         """Over for the front, with a copy that still runs."""
-        self._sessions: dict[str, DecodeSession] = {}
-        self._down: dict[str, str] = {
-            peer.name: "not connected yet" for peer in config.prefill_peers
-        }
-        """Why each peer without a session has none."""
+        self._admission = Admission(config, engine, buffer.num_blocks)
+        self.peers = PeerTable((peer.name for peer in config.prefill_peers), send)
         self.counters: defaultdict[str, float] = defaultdict(float)
 
     # ---- from the front -------------------------------------------------------------------------
 
     def generate(self, message: Generate) -> None:
-        now = self._loop.time()
-        session = self._choose(message)
-        if session is None:
+        if message.id in self._requests:
+            _log.error("%s: this id is under way already; ignored", message.id)
             return
-        blocks = self._layout.blocks_for(len(message.prompt))
-        if refusal := self._never_fits(message, blocks):
-            self._refuse(message, refusal, 400)
+        try:
+            session = self.peers.choose(message.prefill, self._load)
+            blocks = self._admission.check(message, self.reservations.waiting)
+        except (RequestError, CapacityError, LegError) as e:
+            self._send_failed(refusal(message, e, self._config.name))
             return
-        if self.reservations.waiting >= self._config.max_queued:
-            self._refuse(
-                message,
-                f"{self.reservations.waiting} requests already wait for the CPU buffer",
-                503,
-                retry_after_s=1.0,
-            )
-            return
+        loop, now = self._loop, self._loop.time()
         request = DecodeRequest(message, session, blocks, now, now + message.deadline_s)
         self._requests[message.id] = request
-        request.deadline_timer = self._loop.call_at(request.deadline, self._expire, request)
+        request.deadline_timer = loop.call_at(request.deadline, self._expire, request)
         reserve_by = now + self._config.reserve_timeout_s
-        request.reserve_timer = self._loop.call_at(reserve_by, self._no_room, request)
+        request.reserve_timer = loop.call_at(reserve_by, self._no_room, request)
         request.waiter = Waiter(blocks, partial(self._granted, request))
         self.reservations.join(request.waiter)
 
@@ -114,71 +107,15 @@ class DecodeHandoff:
             self.counters["requests_aborted"] += 1
             self._finish(request, (), "abort")
 
-    def _choose(self, message: Generate) -> DecodeSession | None:
-        """The session to use; None after the request was refused."""
-        if message.id in self._requests:
-            _log.error("%s: this id is under way already; ignored", message.id)
-            return None
-        if not message.prompt:
-            self._refuse(message, "the prompt is empty", 400)
-            return None
-        if message.prefill is None:
-            up = [s for s in self._sessions.values() if s.up]
-            if not up:
-                self._refuse(message, "no prefill instance is linked", 503, retry_after_s=1.0)
-                return None
-            return min(up, key=self._load)
-        session = self._sessions.get(message.prefill)
-        if session is not None and session.up:
-            return session
-        if message.prefill not in self._down:
-            self._refuse(message, f"{message.prefill} is no prefill peer of this instance", 400)
-        else:
-            why = self._down[message.prefill]
-            self._refuse(
-                message, f"{message.prefill} is down: {why}", 502, "prefill", message.prefill
-            )
-        return None
-
     def _load(self, session: DecodeSession) -> int:
         return sum(1 for r in self._requests.values() if r.session is session and not r.resumed)
 
-    def _never_fits(self, message: Generate, blocks: int) -> str:
-        tokens = len(message.prompt)
-        if blocks > self._buffer.num_blocks:
-            return (
-                f"a prompt of {tokens} tokens needs {blocks} blocks of the CPU buffer,"
-                f" which has {self._buffer.num_blocks}"
-            )
-        # One more token than the prompt, or decoding could not even begin.
-        needed = self._layout.blocks_for(tokens + 1)
-        have = self._layout.num_blocks_in(self._engine.pool.nbytes)
-        if needed > have:
-            return (
-                f"a prompt of {tokens} tokens needs {needed} blocks of KV cache, there are {have}"
-            )
-        return ""
-
-    def _refuse(
-        self,
-        message: Generate,
-        text: str,
-        status: int,
-        leg: Leg | None = None,
-        instance: str = "",
-        retry_after_s: float | None = None,
-    ) -> None:
-        self.counters["requests_failed"] += 1
-        self._send(
-            Failed(
-                id=message.id,
-                message=text,
-                status=status,
-                leg=leg,
-                instance=instance or self._config.name,
-                retry_after_s=retry_after_s,
-            )
+    def _send_failed(self, failed: Failed) -> None:
+        _log.warning(
+            "%s: failed (%d, %s): %s", failed.id, failed.status, failed.leg, failed.message
         )
+        self.counters["requests_failed"] += 1
+        self._send(failed)
 
     # ---- reserve --------------------------------------------------------------------------------
 
@@ -220,38 +157,22 @@ class DecodeHandoff:
         """Welcomed, path not tested yet."""
         self.reservations.welcomed(session.peer, session.welcome.incarnation)
 
-    def session_up(self, session: DecodeSession) -> None:
-        session.up = True
-        self._sessions[session.peer] = session
-        self._send(
-            PeerState(name=session.peer, path=session.path, incarnation=session.welcome.incarnation)
-        )
-
     def session_down(self, session: DecodeSession, reason: str) -> None:
         """Fails, in this turn of the loop, everything that still needs the peer."""
-        if self._sessions.get(session.peer) is session:
-            del self._sessions[session.peer]
-        session.up = False
+        self.peers.lost(session)
         for request in list(self._requests.values()):
             if request.session is session and not request.all_landed:
                 self._fail(request, f"{session.peer} was lost: {reason}", 502, "prefill")
         self.reservations.lose(session.writer)
-
-    def peer_down(self, name: str, reason: str) -> None:
-        """There is no session with this peer, and why."""
-        if self._down.get(name) == reason and name not in self._sessions:
-            return
-        self._down[name] = reason
-        self._send(PeerState(name=name, path=None, reason=reason))
 
     def on_peer(self, session: DecodeSession, message: PeerReply) -> None:
         if not isinstance(message, FirstToken | KvProgress | KvReady | PrefillFailed | Released):
             return
         request = session.requests.get(message.nonce)
         if isinstance(message, KvReady | PrefillFailed | Released):
+            self.reservations.terminal(session.writer, message.nonce)
             if request:
                 self._on_terminal(request, message)
-            self.reservations.terminal(session.writer, message.nonce)
         elif request is None:
             return  # over, and crossed by its Cancel
         elif isinstance(message, FirstToken):
@@ -322,45 +243,11 @@ class DecodeHandoff:
             request.landed_at = self._loop.time()
         if request.landed:
             self._adopt(request)
-            self._swap_in(request)
+            self._swap.advance(request)
             # The copies may have been done before KvReady came.
             self._maybe_resume(request)
 
-    def _swap_in(self, request: DecodeRequest) -> None:
-        """Copy what has landed and has a place to go; copies of one request follow each other."""
-        reservation, device = request.reservation, request.device_blocks
-        if device is None or request.queued == request.landed:
-            return
-        assert reservation is not None
-        start, stop = request.queued, request.landed
-        request.queued = stop
-        cuts = split_blocks(start, stop, self._layout.block_bytes)
-        source, pool = self._buffer.region, self._engine.pool
-
-        def piece(at: int, end: int) -> None:
-            runs = self._layout.block_runs(reservation.blocks[at:end], device[at:end])
-            copy_region(pool, source, runs)
-
-        copy = Copy(
-            [partial(piece, at, end) for at, end in cuts],
-            lambda done: self._on_copied(request, cuts[done - 1][1]),
-            lambda error: self._on_copy_end(request, copy, error),
-        )
-        request.copies.add(copy)
-        self._buffer.set_reading(reservation, True)
-        self._lane.submit(copy)
-
-    def _on_copied(self, request: DecodeRequest, blocks: int) -> None:
-        assert request.reservation is not None
-        request.copied = blocks
-        self._buffer.copied(request.reservation, blocks)
-        self._maybe_resume(request)
-
-    def _on_copy_end(self, request: DecodeRequest, copy: Copy, error: TransferError | None) -> None:
-        request.copies.discard(copy)
-        if not request.copies:
-            assert request.reservation is not None
-            self._buffer.set_reading(request.reservation, False)
+    def _on_copy_end(self, request: DecodeRequest, error: TransferError | None) -> None:
         if request.over:
             self._release_engine(request)
         elif error is not None:
@@ -390,7 +277,7 @@ class DecodeHandoff:
             return
         if isinstance(event, Adopted):
             request.device_blocks = event.blocks
-            self._swap_in(request)
+            self._swap.advance(request)
         elif isinstance(event, Produced):
             if event.finish is None:
                 self._send(Tokens(id=event.id, tokens=event.tokens))
@@ -418,11 +305,17 @@ class DecodeHandoff:
     ) -> None:
         if request.reservation is not None and leg != "decode" and not request.resumed:
             self.counters["transfer_failures"] += 1
-        peer = request.session.peer
-        instance = self._config.name if leg == "decode" else peer
-        _log.warning("%s: failed (%d, %s): %s", request.message.id, status, leg, message)
         self._close(request, cancel_peer=True)
-        self._refuse(request.message, message, status, leg, instance, retry_after_s)
+        self._send_failed(
+            Failed(
+                id=request.message.id,
+                message=message,
+                status=status,
+                leg=leg,
+                instance=self._config.name if leg == "decode" else request.session.peer,
+                retry_after_s=retry_after_s,
+            )
+        )
 
     def _finish(
         self,
@@ -437,9 +330,7 @@ class DecodeHandoff:
         self._send(Tokens(id=request.message.id, tokens=tokens, finish=finish, served=served))
 
     def _close(self, request: DecodeRequest, *, cancel_peer: bool) -> None:
-        """Give back all that the request holds; what a copy or the writer still uses goes when that
-        ends.
-        """
+        """Give back all it holds; what a copy or the writer still uses goes when that ends."""
         request.over = True
         del self._requests[request.message.id]
         _cancel_timer(request.deadline_timer)
@@ -452,8 +343,7 @@ class DecodeHandoff:
             if cancel_peer and reservation.nonce in session.writer.open:
                 self._tell(session, Cancel(reservation.nonce))
             self.reservations.abandon(session.writer, reservation)
-        for copy in request.copies:
-            copy.cancel()
+        self._swap.cancel(request)
         if request.copies:
             self._closing.add(request)
         else:
@@ -486,18 +376,8 @@ class DecodeHandoff:
             buffer_blocks=self._buffer.used_blocks,
             reservations=self._buffer.reservations,
             quarantined_blocks=self._buffer.quarantined_blocks,
-            copies=self._lane.pending,
+            copies=self._swap.pending,
         )
-
-    def peers(self) -> dict[str, PeerState]:
-        states = {
-            name: PeerState(name=name, path=None, reason=reason)
-            for name, reason in self._down.items()
-        }
-        for name, session in self._sessions.items():
-            incarnation = session.welcome.incarnation
-            states[name] = PeerState(name=name, path=session.path, incarnation=incarnation)
-        return states
 
 
 def _cancel_timer(timer: asyncio.TimerHandle | None) -> None:

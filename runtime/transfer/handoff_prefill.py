@@ -12,7 +12,6 @@ import asyncio
 import ctypes
 import logging
 from collections import defaultdict
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -26,12 +25,11 @@ from runtime.engine.contract import (
 )
 from runtime.errors import TransferError
 from runtime.kv.region import Region
-from runtime.kv.swap import Copy, CopyLane, split_blocks
-from runtime.link import Link, LinkClosed
+from runtime.kv.swap import Copy, split_blocks
+from runtime.link import LinkClosed
 from runtime.protocol import (
     Cancel,
     FirstToken,
-    Hello,
     KvProgress,
     KvReady,
     Ledger,
@@ -46,7 +44,7 @@ from runtime.protocol import (
     Released,
     RequestId,
 )
-from runtime.transfer.base import Sender
+from runtime.transfer.prefill_request import Answer, Outgoing, PrefillSession
 from runtime.transfer.tcp import STALL_S
 
 _log = logging.getLogger(__name__)
@@ -54,42 +52,6 @@ _log = logging.getLogger(__name__)
 
 class ProtocolViolation(TransferError):
     """The peer sent what no peer of ours sends: its session ends."""
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """One request for a decode instance."""
-
-    message: Prefill
-    session: PrefillSession
-    engine_id: RequestId
-    deadline: asyncio.TimerHandle | None = None
-    source: tuple[int, ...] = ()
-    queued: int = 0
-    """The first blocks that were given to the lane,"""
-    put: int = 0
-    """that are put."""
-    copies: set[Copy] = field(default_factory=set)
-    in_engine: bool = True
-    computed_at: float = 0.0
-    stopped: bool = False
-    """No further put starts; `answer` goes out when the running one has ended."""
-    answer: KvReady | PrefillFailed | Released | None = None
-
-
-@dataclass(slots=True, eq=False)
-class PrefillSession:
-    """One control session of a decode instance."""
-
-    number: int
-    hello: Hello
-    link: Link[PeerRequest]
-    lane: CopyLane
-    sender: Sender | None
-    """None: tcp, and the data connection has not come yet."""
-    outgoing: dict[int, Outgoing] = field(default_factory=dict)
-    last_nonce: int = 0
-    lost: bool = False
 
 
 class PrefillHandoff:
@@ -262,7 +224,6 @@ class PrefillHandoff:
         end.
         """
         message, session = outgoing.message, outgoing.session
-        outgoing.source = event.blocks
         done = event.num_tokens >= len(message.prompt)
         stop = len(message.blocks) if done else event.num_tokens // self._layout.block_size
         start = outgoing.queued
@@ -275,7 +236,7 @@ class PrefillHandoff:
 
         def piece(at: int, end: int) -> None:
             runs = self._layout.block_runs(event.blocks[at:end], message.blocks[at:end])
-            sender.put(message.nonce, pool, runs)
+            outgoing.nbytes += sender.put(message.nonce, pool, runs)
 
         copy = Copy(
             [partial(piece, at, end) for at, end in cuts],
@@ -306,8 +267,7 @@ class PrefillHandoff:
                 PrefillFailed(nonce=message.nonce, message=str(error), status=502, leg="transfer"),
             )
         elif outgoing.put == len(message.blocks):
-            nbytes = len(message.blocks) * self._layout.block_bytes
-            seconds = self._loop.time() - outgoing.computed_at
+            nbytes, seconds = outgoing.nbytes, self._loop.time() - outgoing.computed_at
             assert outgoing.session.sender is not None
             self.counters["transfers"] += 1
             self.counters["transfer_seconds"] += seconds
@@ -327,7 +287,7 @@ class PrefillHandoff:
         nonce = outgoing.message.nonce
         self._stop(outgoing, PrefillFailed(nonce=nonce, message=text, status=status, leg=leg))
 
-    def _stop(self, outgoing: Outgoing, answer: KvReady | PrefillFailed | Released | None) -> None:
+    def _stop(self, outgoing: Outgoing, answer: Answer | None) -> None:
         """End the request with this answer (None: the session is gone), once no put runs. First
         call wins.
         """

@@ -60,6 +60,7 @@ class _Session(DecodeSession):
     test_nonce: int = 0
     test_answer: asyncio.Future[PeerReply] | None = None
     why_lost: str = ""
+    was_up: bool = False
 
     def abort(self, why: str) -> None:
         """End the session: its receive loop sees a closed connection at once, whatever is still
@@ -96,7 +97,11 @@ class PeerClient:
                 reason = f"{self._peer.address}: no answer in time"
             except (RuntimeFailure, OSError) as e:
                 reason = f"{self._peer.address}: {e}"
-            self._handoff.peer_down(self._peer.name, reason)
+            except Exception as e:
+                # Boundary of one session: a bug ends it, and what it held, but not the dialling.
+                _log.exception("%s: the session failed", self._peer.name)
+                reason = f"{self._peer.address}: {type(e).__name__}: {e}"
+            self._handoff.peers.down(self._peer.name, reason)
             await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             attempt += 1
 
@@ -162,7 +167,6 @@ class PeerClient:
             asyncio.create_task(self._watch(session)),
             asyncio.create_task(self._prove(session)),
         ]
-        was_up = False
         try:
             while True:
                 message = await session.link.receive()
@@ -175,14 +179,13 @@ class PeerClient:
         except LinkClosed as e:
             session.why_lost = session.why_lost or str(e)
         finally:
-            was_up = session.up
             # Before anything is awaited: requests fail in the turn in which the loss was seen.
             session.why_lost = session.why_lost or "this instance stops"
             self._handoff.session_down(session, session.why_lost)
             for task in helpers:
                 task.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-        return was_up
+        return session.was_up
 
     async def _watch(self, session: _Session) -> None:
         seq = 0
@@ -207,7 +210,8 @@ class PeerClient:
             session.abort(f"path test over {session.path}: {e}")
         else:
             _log.info("%s is up over %s", session.peer, session.path)
-            self._handoff.session_up(session)
+            session.was_up = True
+            self._handoff.peers.up(session)
 
     async def _test_path(self, session: _Session) -> None:
         """Have one block of random bytes put into the buffer, and look for them there."""

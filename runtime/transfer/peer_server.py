@@ -27,8 +27,9 @@ from runtime.protocol import (
     Welcome,
 )
 from runtime.transfer.base import Sender
-from runtime.transfer.handoff_prefill import PrefillHandoff, PrefillSession
+from runtime.transfer.handoff_prefill import PrefillHandoff
 from runtime.transfer.identity import own_identity
+from runtime.transfer.prefill_request import PrefillSession
 from runtime.transfer.shm import ShmSender
 from runtime.transfer.tcp import TcpSender, detach
 

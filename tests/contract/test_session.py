@@ -183,7 +183,7 @@ def test_a_new_session_of_an_instance_ends_the_older_one(kind: str) -> None:
             assert failed.leg == "prefill"  # type: ignore[union-attr]
             await twin.close()
             both.prefill.engine.pause()
-            await both.decode.until(lambda: both.handoff._sessions)
+            await both.decode.until(lambda: both.handoff.peers._up)
 
     asyncio.run(main())
 

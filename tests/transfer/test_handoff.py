@@ -313,7 +313,7 @@ def test_a_lost_link_fails_what_needs_the_peer_at_once_and_spares_the_rest(kind:
         landing = decode.ask(prompt(40))
         await decode.until(lambda: both.handoff._requests[landing].copied)
         queued = decode.ask(prompt(64))
-        session = both.handoff._sessions["prefill-0"]
+        session = both.handoff.peers._up["prefill-0"]
         both.handoff.session_down(session, "cut")
         for id_ in (landing, queued):
             failed = refusal(both, id_)
@@ -331,7 +331,7 @@ def test_a_lost_link_fails_what_needs_the_peer_at_once_and_spares_the_rest(kind:
         await decode.answer(spared)
         assert decode.tokens_of(spared) == expected(prompt(8), 5)
         # A new session of the same incarnation has fenced the old one: its blocks are free again.
-        await decode.until(lambda: both.handoff._sessions)
+        await decode.until(lambda: both.handoff.peers._up)
         await both.idle()
         again = decode.ask(prompt(64))
         await decode.answer(again)
@@ -342,13 +342,13 @@ def test_a_lost_link_fails_what_needs_the_peer_at_once_and_spares_the_rest(kind:
 
 def test_a_restarted_prefill_is_a_new_peer(kind: str) -> None:
     async def scenario(both: Pair) -> None:
-        old = both.handoff._sessions["prefill-0"].welcome
+        old = both.handoff.peers._up["prefill-0"].welcome
         await both.prefill.close()
-        await both.decode.until(lambda: not both.handoff._sessions)
+        await both.decode.until(lambda: not both.handoff.peers._up)
         assert refusal(both, both.decode.ask(prompt(4), prefill="prefill-0")).status == 502
         both.prefill = await start(both.prefill.config)
-        await both.decode.until(lambda: both.handoff._sessions)
-        new = both.handoff._sessions["prefill-0"].welcome
+        await both.decode.until(lambda: both.handoff.peers._up)
+        new = both.handoff.peers._up["prefill-0"].welcome
         assert new.incarnation != old.incarnation
         id_ = both.decode.ask(prompt(30))
         await both.decode.answer(id_)

@@ -48,9 +48,7 @@ def test_decode_over_shm_and_tcp_gives_the_tokens_of_one_engine(
             )
         mixed, prefill, *decodes = [await cores.start(config) for config in configs]
         for decode in decodes:
-            await decode.until(
-                lambda d=decode: "prefill-0" in d.peers and d.peers["prefill-0"].path
-            )
+            await decode.linked("prefill-0")
 
         ids = [mixed.send(p, max_tokens=6) for p in prompts()]
         wanted = [(await mixed.wait(id_)).tokens for id_ in ids]

@@ -1,0 +1,59 @@
+"""What prefill remembers of one request and of one session. PrefillHandoff changes it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from runtime.kv.swap import Copy, CopyLane
+from runtime.link import Link
+from runtime.protocol import (
+    Hello,
+    KvReady,
+    PeerRequest,
+    Prefill,
+    PrefillFailed,
+    Released,
+    RequestId,
+)
+from runtime.transfer.base import Sender
+
+Answer = KvReady | PrefillFailed | Released
+"""The terminal messages: exactly one for each Prefill and PathTest."""
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One request for a decode instance."""
+
+    message: Prefill
+    session: PrefillSession
+    engine_id: RequestId
+    deadline: asyncio.TimerHandle | None = None
+    queued: int = 0
+    """The first blocks that were given to the lane,"""
+    put: int = 0
+    """that are put."""
+    nbytes: int = 0
+    """What the puts have returned; counted on the lane's thread."""
+    copies: set[Copy] = field(default_factory=set)
+    in_engine: bool = True
+    computed_at: float = 0.0
+    stopped: bool = False
+    """No further put starts; `answer` goes out when the running one has ended."""
+    answer: Answer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSession:
+    """One control session of a decode instance."""
+
+    number: int
+    hello: Hello
+    link: Link[PeerRequest]
+    lane: CopyLane
+    sender: Sender | None
+    """None: tcp, and the data connection has not come yet."""
+    outgoing: dict[int, Outgoing] = field(default_factory=dict)
+    last_nonce: int = 0
+    lost: bool = False

@@ -1,0 +1,82 @@
+"""Stage swap_in: blocks that have landed in the CPU buffer go to the device pool, beside the
+decoding of others.
+
+Owns the copies of a request and when its buffer blocks are free. For the asyncio thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from runtime.engine.contract import EngineControl
+from runtime.errors import TransferError
+from runtime.kv.buffer import CpuBuffer
+from runtime.kv.swap import Copy, CopyLane, copy_region, split_blocks
+from runtime.transfer.decode_request import DecodeRequest
+
+
+class SwapIn:
+    """`on_copied(request)` after more blocks are in the pool; `on_end(request, error)` after each
+    copy.
+    """
+
+    def __init__(
+        self,
+        engine: EngineControl,
+        buffer: CpuBuffer,
+        lane: CopyLane,
+        on_copied: Callable[[DecodeRequest], None],
+        on_end: Callable[[DecodeRequest, TransferError | None], None],
+    ) -> None:
+        self._layout = engine.layout
+        self._pool = engine.pool
+        self._buffer = buffer
+        self._lane = lane
+        self._on_copied = on_copied
+        self._on_end = on_end
+
+    @property
+    def pending(self) -> int:
+        return self._lane.pending
+
+    def advance(self, request: DecodeRequest) -> None:
+        """Copy what has landed and has a place to go; copies of one request follow each other."""
+        reservation, device = request.reservation, request.device_blocks
+        if device is None or request.queued == request.landed:
+            return
+        assert reservation is not None
+        cuts = split_blocks(request.queued, request.landed, self._layout.block_bytes)
+        request.queued = request.landed
+        source, pool = self._buffer.region, self._pool
+
+        def piece(at: int, end: int) -> None:
+            runs = self._layout.block_runs(reservation.blocks[at:end], device[at:end])
+            copy_region(pool, source, runs)
+
+        copy = Copy(
+            [partial(piece, at, end) for at, end in cuts],
+            lambda done: self._copied(request, cuts[done - 1][1]),
+            lambda error: self._ended(request, copy, error),
+        )
+        request.copies.add(copy)
+        self._buffer.set_reading(reservation, True)
+        self._lane.submit(copy)
+
+    def cancel(self, request: DecodeRequest) -> None:
+        """Start no further piece; `on_end` still comes for what is under way."""
+        for copy in request.copies:
+            copy.cancel()
+
+    def _copied(self, request: DecodeRequest, blocks: int) -> None:
+        assert request.reservation is not None
+        request.copied = blocks
+        self._buffer.copied(request.reservation, blocks)
+        self._on_copied(request)
+
+    def _ended(self, request: DecodeRequest, copy: Copy, error: TransferError | None) -> None:
+        request.copies.discard(copy)
+        if not request.copies:
+            assert request.reservation is not None
+            self._buffer.set_reading(request.reservation, False)
+        self._on_end(request, error)
