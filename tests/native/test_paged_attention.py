@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -213,6 +215,17 @@ def test_calls_from_several_threads_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: case.run(4), range(12)))
     assert all(same_bits(result, alone) for result in results)
+
+
+def test_a_forked_child_attends_too() -> None:
+    """The pool's threads do not survive a fork; the child must not wait for them."""
+    case = make_case(Shape(9, 3, 64, 16), [(700, 300)])
+    alone = case.run(4)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if same_bits(case.run(4), alone) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_numpy_arrays_and_an_empty_batch() -> None:
