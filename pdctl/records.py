@@ -80,7 +80,8 @@ class ServiceRecord:
 
     @property
     def alive(self) -> bool:
-        return self.supervised or self.state in ("starting", "running")
+        """A supervisor that only records the exit does not count: a start waits for its end."""
+        return self.state in ("starting", "running")
 
     @property
     def ended(self) -> bool:

@@ -7,30 +7,26 @@ Only what this run started is ever undone. Ctrl-C and SIGTERM undo too, in every
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from pdctl import command, models, preflight, state, topology
 from pdctl.agent import shim_call
-from pdctl.errors import PdctlError, ServiceFailed
+from pdctl.errors import ServiceFailed
 from pdctl.events import Event, Report
 from pdctl.fleet import Fleet, look, machines, on_all, opened
-from pdctl.health import Watcher, wait_ready
 from pdctl.hosts import Host
-from pdctl.plan import Plan, Step, allocate_ports, make_plan
+from pdctl.launch import Launch
+from pdctl.plan import Plan, allocate_ports, make_plan
 from pdctl.records import ServiceRecord
-from pdctl.services import ServiceSpec
 
-LOG_LINES = 20
-ROLLBACK_GRACE_S = 10.0
 LOCK_WAIT_S = 3.0
 
 
@@ -66,14 +62,6 @@ class UpResult:
         }
 
 
-@dataclass(slots=True)
-class Attempt:
-    """What this run changed so far: what a rollback undoes."""
-
-    started: list[str] = field(default_factory=list)
-    succeeded: bool = False
-
-
 def plan_up(path: Path, report: Report) -> Plan:
     """What `up` would do now. Takes no lock and changes nothing."""
     wanted = _read(path, report)
@@ -99,25 +87,27 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         _check(wanted, fleet, plan, records)
         _remember(wanted, report)
-        attempt = Attempt()
+        launch = Launch(fleet, plan, values, report)
+        succeeded = False
         try:
-            _carry_out(fleet, plan, values, attempt, report)
+            launch.carry_out(wanted.topology.drain_timeout)
             if not options.detach:
-                timeout = options.wait_timeout_s or wanted.topology.startup_timeout
-                _wait(fleet, plan, time.monotonic() + timeout, report)
-            attempt.succeeded = True
+                launch.wait(options.wait_timeout_s or wanted.topology.startup_timeout)
+            succeeded = True
         except ServiceFailed as e:
             for line in e.log_tail:
                 report(Event("log", line, e.service, e.host))
             raise
         finally:
-            if not attempt.succeeded:
-                _undo(fleet, attempt, options, report)
+            if not succeeded and options.keep_on_failure:
+                report(Event("note", f"kept for a look: {', '.join(launch.started) or 'nothing'}"))
+            elif not succeeded:
+                launch.undo()
     return UpResult(
         name=name,
         endpoint=next(s.service.url for s in plan.steps if s.service.role == "router"),
         plan=plan,
-        started=tuple(attempt.started),
+        started=tuple(launch.started),
         kept=tuple(s.service.name for s in plan.of("keep")),
         removed=tuple(s.service.name for s in plan.of("remove")),
         ready=not options.detach,
@@ -191,92 +181,6 @@ def _remember(wanted: Wanted, report: Report) -> None:
     error = state.remember(state.KnownDeployment(t.name, path, hosts, t.drain_timeout))
     if error:
         report(Event("note", f"cannot remember {t.name} on this machine: {error}"))
-
-
-# ---- start and wait ------------------------------------------------------------------------------
-
-
-def _carry_out(
-    fleet: Fleet, plan: Plan, values: Mapping[str, str], attempt: Attempt, report: Report
-) -> None:
-    ending = [s.service.name for s in plan.of("remove", "replace")]
-    if ending:
-        for step in plan.of("remove", "replace"):
-            report(Event("stop", step.reason, step.service.name, step.service.host))
-        left = [r for r in fleet.stop(ending, ROLLBACK_GRACE_S) if r["left"]]
-        if left:
-            raise PdctlError(f"{left[0]['service']}: processes {left[0]['left']} cannot be stopped")
-        fleet.purge(ending)
-    token = fleet.token() or secrets.token_hex(32)
-    for step in plan.of("keep"):
-        report(Event("keep", step.reason, step.service.name, step.service.host))
-    per_host: dict[str, list[Step]] = {}
-    for step in plan.of("start", "replace"):
-        per_host.setdefault(step.service.host, []).append(step)
-
-    def start(steps: list[Step]) -> None:
-        for step in steps:
-            _start(fleet, step.service, token, values, attempt)
-            report(Event("start", step.reason, step.service.name, step.service.host))
-
-    on_all(list(per_host.values()), start)
-
-
-def _start(
-    fleet: Fleet, service: ServiceSpec, token: str, values: Mapping[str, str], attempt: Attempt
-) -> None:
-    attempt.started.append(service.name)  # first: an interrupted call may have started it
-    payload = {
-        "spec": asdict(service),
-        "hash": service.hash,
-        "token": token,
-        "secret_env": {name: values[name] for name in service.secrets},
-        "secret_files": {file: values[name] for file, name in service.secret_files.items()},
-    }
-    answer = fleet.session(service.host).call("start", payload)
-    if not answer["started"]:
-        attempt.started.remove(service.name)
-
-
-def _wait(fleet: Fleet, plan: Plan, deadline: float, report: Report) -> None:
-    services = [s.service for s in plan.of("keep", "start", "replace")]
-
-    def on_ready(service: ServiceSpec, seconds: float) -> None:
-        report(Event("ready", service.url, service.name, service.host, seconds))
-
-    def on_wait(service: ServiceSpec, reason: str, seconds: float) -> None:
-        report(Event("wait", reason, service.name, service.host, seconds))
-
-    watcher = Watcher(
-        observe=lambda: {r.name: r for r in fleet.observe(scan=False)},
-        tail=lambda name: fleet.tail(name, LOG_LINES),
-        on_ready=on_ready,
-        on_wait=on_wait,
-    )
-    wait_ready(services, watcher, deadline)
-
-
-# ---- undo ----------------------------------------------------------------------------------------
-
-
-def _undo(fleet: Fleet, attempt: Attempt, options: UpOptions, report: Report) -> None:
-    """Stop what this run started. One try; what it cannot stop is named, and `down` can."""
-    if not attempt.started:
-        return
-    if options.keep_on_failure:
-        report(Event("note", f"kept for a look: {', '.join(attempt.started)}"))
-        return
-    report(Event("rollback", f"stopping what this run started: {', '.join(attempt.started)}"))
-    try:
-        left = [r["service"] for r in fleet.stop(attempt.started, ROLLBACK_GRACE_S) if r["left"]]
-        fleet.purge([name for name in attempt.started if name not in left])
-        if not fleet.observe(scan=False):
-            state.forget(fleet.deployment)
-    except PdctlError as e:
-        report(Event("note", f"rollback failed: {e}; `pdctl down {fleet.deployment}` stops all"))
-        return
-    if left:
-        report(Event("note", f"still running: {', '.join(left)}"))
 
 
 @contextlib.contextmanager

@@ -54,6 +54,8 @@ def start(base: str, request: dict[str, Any]) -> dict[str, Any]:
         except (OSError, Refused):
             if fresh:
                 shutil.rmtree(service.dir, ignore_errors=True)
+                with contextlib.suppress(OSError):  # others are in it
+                    os.rmdir(os.path.dirname(service.dir))
             raise
         _launch(service, lock)
     finally:
@@ -107,9 +109,7 @@ def _write_files(service: Service, request: dict[str, Any]) -> None:
         write_private(service.path(name), text.replace("{dir}", service.dir))
     if request.get("token"):
         write_private(service.path("token"), request["token"] + "\n")
-    env = {k: v for k, v in os.environ.items() if INHERITED.match(k)}
-    env.update(spec.get("env", {}))
-    env.update(request.get("secret_env", {}))
+    env = {**_inherited(), **spec.get("env", {}), **request.get("secret_env", {})}
     # SPT_NOENV: a service that retitles itself with setproctitle leaves its environment in place.
     env.update({MARKER: service.dir, "SPT_NOENV": "1"})
     write_json(service.path("env"), env)
@@ -117,27 +117,22 @@ def _write_files(service: Service, request: dict[str, Any]) -> None:
         os.replace(service.path("out.log"), service.path("out.log.1"))
 
 
+def _inherited() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if INHERITED.match(k)}
+
+
 def _launch(service: Service, lock: int) -> None:
     log = os.open(service.path("out.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     result, report = os.pipe()
-    argv = [
-        sys.executable,
-        "-I",
-        "-S",
-        sys.argv[0],
-        "supervise",
-        service.dir,
-        str(lock),
-        str(report),
-    ]
+    shim = [sys.executable, "-I", "-S", sys.argv[0]]
     try:
         supervisor = subprocess.Popen(
-            argv,
+            [*shim, "supervise", service.dir, str(lock), str(report)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             cwd="/",
-            env={**os.environ, MARKER: service.dir},
+            env={**_inherited(), MARKER: service.dir},
             pass_fds=(lock, report),
             start_new_session=True,
         )

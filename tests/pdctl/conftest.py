@@ -31,7 +31,11 @@ def home(tmp_path: Path, shim_store: Path, monkeypatch: pytest.MonkeyPatch) -> I
     left = home.processes()
     for pid in left:
         os.kill(pid, signal.SIGKILL)  # marked with this test's own directory
+    segments = home.segments()
+    for name in segments:
+        Path("/dev/shm", name).unlink()
     assert left == [], "the test left processes behind"
+    assert segments == [], "the test left shared memory behind"
 
 
 @pytest.fixture

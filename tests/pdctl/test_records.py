@@ -83,9 +83,8 @@ def test_an_end_that_nobody_recorded() -> None:
     assert "rebooted" in parse_service("local", lost | {"rebooted": True}).how_it_ended()
 
 
-def test_a_supervisor_without_its_service_still_counts_as_alive() -> None:
-    """It is about to record the exit; starting beside it would fail."""
-    assert parse_service("local", ended(code=0) | {"supervised": True}).observed().alive
+def test_a_supervisor_whose_service_ended_does_not_keep_it_from_being_started() -> None:
+    assert not parse_service("local", ended(code=0) | {"supervised": True}).observed().alive
 
 
 @pytest.mark.parametrize("spec", [{}, {"argv": ["x"]}, {**asdict(SPEC), "new_field": 1}])
