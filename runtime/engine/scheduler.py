@@ -189,8 +189,6 @@ class Scheduler:
         self._running.remove(sequence)
         self._free(sequence)
         sequence.state = State.WAITING
-        sequence.num_computed = 0
-        sequence.num_indexed = 0
         insort(self._waiting, sequence, key=lambda s: s.order)
         sequence.preemptions += 1
         self.preemptions += 1
@@ -216,6 +214,8 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
+        sequence.num_computed = 0
+        sequence.num_indexed = 0
 
     def _num_scheduled(self) -> int:
         """Sequences that run or soon will: all but the waiting and the held ones."""

@@ -208,6 +208,26 @@ def test_blocks_that_others_use_are_never_taken() -> None:
     assert len(bench.tokens("g")) == 8
 
 
+def test_a_prefill_under_way_is_never_put_back() -> None:
+    bench = Bench(num_blocks=6, budget=3, prefix_cache=False)
+    generated = bench.submit("g", [1] * 3, max_tokens=12, ignore_eos=True)
+    bench.step()
+    prompt = [2] * 16
+    bench.submit("p", prompt, "prefill")
+    while not bench.tokens("p"):
+        assert bench.step()
+    # g could not grow and had to wait, although p came later.
+    assert bench.stepper.stats().counters["preemptions"] == 1
+    computed = [event for event in bench.of("p") if isinstance(event, Computed)]
+    assert [event.blocks for event in computed] == [
+        computed[-1].blocks[: len(event.blocks)] for event in computed
+    ]
+    bench.runner.check(computed[-1].blocks, prompt, 16)
+    bench.stepper.drop(RequestId("p"))
+    bench.finish()
+    assert bench.tokens("g") == oracle(generated, 24)[0]
+
+
 def test_first_come_first_served() -> None:
     bench = Bench(max_num_seqs=2)
     for name in "abcde":
@@ -304,13 +324,13 @@ class Life(RuleBasedStateMachine):
         self.limit = min(CONTEXT, num_blocks * 4)
         self.requests: dict[RequestId, EngineRequest] = {}
         self.adopted: dict[RequestId, tuple[int, ...]] = {}
-        self.held: dict[RequestId, tuple[int, ...]] = {}
+        self.held: dict[RequestId, Computed] = {}
         self.dropped: set[RequestId] = set()
         self.seen = 0
 
     @rule(
         shared=st.integers(0, 14),
-        own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+        own=st.lists(st.integers(0, 2), min_size=1, max_size=12),
         mode=st.sampled_from(["generate", "generate", "prefill", "decode"]),
         max_tokens=st.integers(1, 20),
     )
@@ -359,19 +379,21 @@ class Life(RuleBasedStateMachine):
             if isinstance(event, Adopted):
                 self.adopted[event.id] = event.blocks
             if isinstance(event, Computed) and event.id not in self.dropped:
-                prompt = self.requests[event.id].prompt
-                self.held[event.id] = event.blocks
-                self.bench.runner.check(event.blocks, prompt, event.num_tokens)
+                self.held[event.id] = event
+            assert not isinstance(event, EngineFailed), event.message
         self.seen = len(self.bench.events)
 
     @invariant()
     def blocks_in_others_hands_are_theirs_alone(self) -> None:
         if hasattr(self, "bench"):
             filling = [block for blocks in self.adopted.values() for block in blocks]
-            reading = {block for blocks in self.held.values() for block in blocks}
+            reading = {block for event in self.held.values() for block in event.blocks}
             assert len(filling) == len(set(filling))
             assert not reading & set(filling)
             assert self.bench.stepper.stats().device_blocks_held >= len(filling) + len(reading)
+            for name, event in self.held.items():
+                prompt = self.requests[name].prompt
+                self.bench.runner.check(event.blocks, prompt, event.num_tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
