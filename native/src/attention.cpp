@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention_kernel.h"
+#include "attention_kernels.h"
 #include "thread_pool.h"
 
 namespace pdctl {
@@ -13,43 +13,15 @@ namespace {
 // 20 us to wake, 20 multiplications a nanosecond).
 constexpr int64_t kWorkPerThread = int64_t{1} << 20;
 
-using Kernel = void (*)(const Attention&, const Group&, int64_t kv_head, float* memory);
-
-// Each function compiles the same templates for one instruction set. (target_clones would choose by
-// itself, but its avx2 comes without fma.)
-#define PDCTL_KERNELS(NAME, W, ATTRIBUTES)                                                       \
-  ATTRIBUTES void NAME##_f32(const Attention& a, const Group& g, int64_t kv_head, float* memory) { \
-    attend_group<W, false>(a, g, kv_head, memory);                                               \
-  }                                                                                              \
-  ATTRIBUTES void NAME##_bf16(const Attention& a, const Group& g, int64_t kv_head,               \
-                              float* memory) {                                                   \
-    attend_group<W, true>(a, g, kv_head, memory);                                                \
-  }
-
-PDCTL_KERNELS(portable, 4, )
-#if defined(__x86_64__)
-PDCTL_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
-PDCTL_KERNELS(avx512, 16, __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))))
-#endif
-
-struct Choice {
-  Kernel f32;
-  Kernel bf16;
-  int64_t lanes;
-  int64_t (*scratch_floats)(int64_t padded);
-};
-
-Choice choose() {
+const Kernels& choose() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")) {
-    return {avx512_f32, avx512_bf16, 16, Scratch<16>::floats};
+    return kAvx512Kernels;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return {avx2_f32, avx2_bf16, 8, Scratch<8>::floats};
-  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Kernels;
 #endif
-  return {portable_f32, portable_bf16, 4, Scratch<4>::floats};
+  return kPortableKernels;
 }
 
 // Neighbouring tokens of one sequence, at most kMaxRows rows together.
@@ -96,10 +68,9 @@ std::string check_indices(const Attention& a) {
 }
 
 void attend(const Attention& a, size_t num_threads) {
-  static const Choice choice = choose();
-  const Kernel kernel = a.kv_bf16 ? choice.bf16 : choice.f32;
-  const int64_t padded = (a.head_dim + choice.lanes - 1) / choice.lanes * choice.lanes;
-  const size_t floats = static_cast<size_t>(choice.scratch_floats(padded));
+  static const Kernels& kernels = choose();
+  const Kernel kernel = a.kv_bf16 ? kernels.bf16 : kernels.f32;
+  const size_t floats = static_cast<size_t>(kernels.scratch_floats(a.head_dim));
   const std::vector<Group> groups = group_tokens(a);
   int64_t work = 0;
   for (int64_t t = 0; t < a.num_tokens; ++t) {
