@@ -61,7 +61,7 @@ class Engine:
         except ValueError as e:
             raise ConfigError(str(e)) from e
         self._pool = KvPool(self._layout, config.kv_cache_bytes, device)
-        self._runner = Runner(decoder, self._pool, self._threads)
+        self._runner = Runner(decoder, self._pool, self._threads, native=device.type == "cpu")
         self._limits = _limits(config)
         self._bounds = Bounds(
             context=_context(config, spec),

@@ -47,20 +47,21 @@ class Batch:
 class Runner:
     """Used by the engine thread."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, threads: int) -> None:
+    def __init__(self, decoder: Decoder, pool: KvPool, threads: int, native: bool) -> None:
+        """`native`: attend in C++, on the CPU; else in torch."""
+        self.pool = pool
         self._decoder = decoder
-        self._pool = pool
         self._threads = threads
-        self._native = pool.layers[0].device.type == "cpu"
+        self._native = native
         self._scale = decoder.spec.head_dim**-0.5
 
     @torch.inference_mode()
     def run(self, work: Items[Work]) -> Tensor:
         """Computes the work's KV; float32 logits, one row for each work that samples, in order."""
-        batch = build_batch(work, self._pool.layout.block_size, self._decoder.device)
+        batch = build_batch(work, self.pool.layout.block_size, self._decoder.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache = self._pool.layers[layer]  # [blocks, 2, kv_heads, tokens, head_dim]
+            cache = self.pool.layers[layer]  # [blocks, 2, kv_heads, tokens, head_dim]
             cache[batch.block_of, 0, :, batch.slot_of] = k
             cache[batch.block_of, 1, :, batch.slot_of] = v
             if self._native:
