@@ -125,7 +125,7 @@ def _judge(
     """What the host found of a service after the stop: what is left of it, and what is others'."""
     host = next((r.host for r in records if r.name == found["service"]), found["host"])
     problems = [f"processes {found['left']} do not end"] if found["left"] else []
-    notes = []
+    notes: list[str] = []
     for port in found["ports"]:
         ours = str(port.get("service") or "").startswith(f"{name}/")
         (problems if ours else notes).append(describe_port(port))

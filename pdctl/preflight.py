@@ -48,7 +48,8 @@ def check_host(
     problems += [f"{host}: {p} does not exist" for p in facts["missing"]]
     problems += [f"{host}: {p} cannot be read" for p in facts["unreadable"]]
     # Of the services to start, strays of an earlier life may hold a port: the start sweeps them.
-    gone = {f"{s.deployment}/{s.name}" for s in (*starting, *leaving)}
+    gone = {f"{s.deployment}/{s.name}" for s in starting}
+    gone |= {f"{r.deployment}/{r.name}" for r in leaving}
     owners = {port: s.name for s in starting for port in s.ports.values()}
     for port in facts["ports"]:
         if not port["free"] and port.get("service") not in gone:

@@ -26,7 +26,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "hosts ssh records",
         "agent health preflight",
         "fleet",
-        "up down logs status",
+        "launch up down logs status",
         "ops output documents",
         "bench",
         "cli_edge cli_files cli",
