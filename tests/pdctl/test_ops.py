@@ -99,6 +99,24 @@ def test_only_what_changed_is_replaced_and_orphans_go(home: Home, site: Site) ->
     down()
 
 
+def test_a_host_that_got_another_name_is_the_same_machine(home: Home, site: Site) -> None:
+    port = free_port()
+    up(site.topology(router={"host": "local", "port": port}))
+    before = pids()
+    result = up(
+        site.topology(
+            hosts={"here": {"python": str(site.python)}},
+            router={"host": "here", "port": port},
+            prefill=[PREFILL | {"host": "here"}],
+            decode=[DECODE | {"host": "here"}],
+        )
+    )
+    assert result.ready and sorted(result.started) == sorted(SERVICES)
+    assert {s.host for s in ops.status("demo").services} == {"here"}
+    assert all(gone(pid) for pid in before.values() if pid)
+    down()
+
+
 def test_detach_does_not_wait(home: Home, site: Site) -> None:
     slow = DECODE | {"env": {"STUB_DELAY": "30"}}
     result = up(site.topology(decode=[slow]), detach=True)

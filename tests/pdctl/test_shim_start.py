@@ -16,6 +16,7 @@ from supervision import Home, Lab, eventually, gone
 from pdctl.agent import Session, shim_call
 from pdctl.errors import HostCommandError, Locked, StateError
 from pdctl.hosts import LocalHost
+from pdctl.shim import supervise
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -205,3 +206,38 @@ def test_a_state_directory_that_is_a_file_is_one_line(
     monkeypatch.setenv("PDCTL_HOME", str(home.root / "file"))
     with pytest.raises(StateError, match=r"Not a directory|File exists"):
         Session(LocalHost(), "demo", purpose="up", wait_s=0)
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_another(lab: Lab) -> None:
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\n"
+    lab.start(lab.spec(deaf + "time.sleep(600)"))
+    log = lab.home.dir("demo", "a") / "out.log"
+    eventually(lambda: "up" in log.read_text())
+    with Session(lab.host, "demo", purpose="down", wait_s=1) as session:
+        with pytest.raises(HostCommandError, match="no answer within"):
+            session.call("stop", {"timeout": 0.8}, timeout=0.1)
+        assert session.call("token", {}, timeout=30).keys() >= {"token"}
+        assert session.call("status", {}, timeout=30)["services"][0]["state"] == "exited"
+
+
+def test_the_log_has_a_cap(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "LOG_CAP_BYTES", 100)
+    directory = lab.home.dir("demo", "a")
+    directory.mkdir(parents=True)
+    log = directory / "out.log"
+    read, write = os.pipe()
+    supervisor = supervise.Supervisor(str(directory), read, write)
+    with log.open("a") as service:
+        service.write("x" * 90)
+        service.flush()
+        supervisor.rotate_log()
+        assert log.stat().st_size == 90
+        service.write("y" * 20)
+        service.flush()
+        supervisor.rotate_log()
+        service.write("after")
+    assert log.read_text() == "after"
+    assert (directory / "out.log.1").read_text() == "x" * 90 + "y" * 20
+    assert oct((directory / "out.log.1").stat().st_mode & 0o777) == "0o600"
+    os.close(read)
+    os.close(write)
