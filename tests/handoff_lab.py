@@ -177,6 +177,18 @@ class Pair:
     async def linked(self) -> None:
         await self.decode.until(lambda: self.decode.peer_path)
 
+    def nothing_kept(self) -> None:
+        """Memory does not grow by requests that are over."""
+        assert isinstance(self.prefill.role, PrefillRole)
+        prefill, decode = self.prefill.role._handoff, self.handoff
+        assert not decode._requests and not decode._closing and not prefill._by_engine_id
+        for session in decode.peers._up.values():
+            assert not session.requests and not session.writer.open
+            assert not getattr(session.receiver, "_live", None)
+        for outgoing in prefill._sessions.values():
+            assert not outgoing.outgoing
+        assert not decode.reservations._lost and not decode.reservations._queue
+
     def cut(self) -> None:
         """Break the control connection, as a network would: prefill lives on."""
         assert isinstance(self.prefill.role, PrefillRole)
@@ -216,6 +228,7 @@ async def pair(
         assert d.peer_path == kind
         yield made
         await made.idle()
+        made.nothing_kept()
     finally:
         await d.close()
         await made.prefill.close()
