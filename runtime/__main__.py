@@ -33,6 +33,9 @@ def _run(args: argparse.Namespace) -> int:
         from runtime.front.server import run_worker
 
         return run_worker(args.config)
+    from runtime.native import require
+
+    require()
     from runtime.engine.process import run_core
 
     return run_core(args.config, args.fd)
