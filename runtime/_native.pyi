@@ -69,10 +69,11 @@ def paged_attention(
 ) -> None:
     """Causal attention on the CPU, straight from the paged pool.
 
-    Arrays are torch tensors on the CPU or numpy arrays:
+    Arrays are torch tensors on the CPU or numpy arrays; a numpy array is taken over in a fraction
+    of a microsecond, a tensor in about three.
 
     query         (num_tokens, num_heads, head_dim), float32 or bfloat16, C-contiguous; num_heads is
-                  a multiple of num_kv_heads
+                  a multiple of num_kv_heads, at most 64 times as many
     kv            (num_blocks, 2, num_kv_heads, block_size, head_dim), float32 or bfloat16: one
                   layer's strided view of the pool (KvLayout order, tokens and dims contiguous)
     block_tables  (num_seqs, max_blocks) int32, C-contiguous; entries past a sequence's end are not

@@ -3,6 +3,7 @@
 
 namespace pdctl {
 
-const Kernels kAvx512Kernels = {attend_group<16, false>, attend_group<16, true>, scratch_floats<16>};
+const Kernels kAvx512Kernels = {attend_group<16, false>, attend_group<16, true>,
+                                scratch_floats<16>};
 
 }  // namespace pdctl

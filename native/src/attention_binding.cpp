@@ -7,6 +7,7 @@
 #include <string>
 
 #include "attention.h"
+#include "attention_kernels.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -63,6 +64,7 @@ Attention describe(const Array& query, const Pool& kv, const Table& tables, cons
   require(kv.stride(4) == 1 && (a.block_size == 1 || kv.stride(3) == a.head_dim),
           "kv's tokens and dims must be contiguous");
   require(a.num_heads % a.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads");
+  require(a.num_heads / a.num_kv_heads <= kMaxRows, "at most 64 heads can share a KV head");
 
   a.block_tables = tables.data();
   a.num_seqs = static_cast<int64_t>(tables.shape(0));

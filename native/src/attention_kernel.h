@@ -5,9 +5,9 @@
 // position alone: tiles start at multiples of 64 and every sum goes in the order of positions. That
 // is what makes results independent of the batch.
 //
-// This header is compiled once per instruction set, so that nothing in it may leave a function behind
-// that the linker could share between them: no std functions, all own ones are inline by force or
-// templates of W.
+// This header is compiled once per instruction set, so that nothing in it may leave a function
+// behind that the linker could share between them: no std functions, all own ones are inline by
+// force or templates of W.
 #pragma once
 
 #include <limits>
@@ -18,7 +18,7 @@
 namespace pdctl {
 
 constexpr int64_t kTile = 64;  // positions
-// From this many rows on, transposing a tile of K costs less than summing across lanes for each row.
+// From this many rows on, transposing a tile of K costs less than summing across lanes per row.
 constexpr int64_t kTransposeFrom = 12;
 
 PDCTL_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -36,7 +36,7 @@ class Scratch {
   PDCTL_INLINE float* sum(int64_t row) { return query(kMaxRows) + row * padded_; }
   PDCTL_INLINE float* denominator(int64_t row) { return sum(kMaxRows) + row * W; }
   PDCTL_INLINE float* maximum(int64_t row) { return denominator(kMaxRows) + row; }
-  PDCTL_INLINE float* weights(int64_t row) { return maximum(kMaxRows) + row * kTile; }  // of up to 4 rows
+  PDCTL_INLINE float* weights(int64_t row) { return maximum(kMaxRows) + row * kTile; }  // 4 rows
   PDCTL_INLINE float* keys() { return weights(4); }
   PDCTL_INLINE float* values() { return keys() + kTile * padded_; }
   PDCTL_INLINE float* transposed() { return values() + kTile * padded_; }
@@ -141,8 +141,8 @@ PDCTL_INLINE Floats<W> score(const float* query, const float* k, int64_t padded)
   return sum_each<W>(dots);
 }
 
-// The quad-th quads' share of score() for R rows, from transposed keys: the same products and sums in
-// the same order, only spread over vectors instead of lanes.
+// The quad-th quads' share of score() for R rows, from transposed keys: the same products and sums
+// in the same order, only spread over vectors instead of lanes.
 template <int W, int R>
 PDCTL_INLINE void score_quad(const float* query, const float* k, int64_t padded, int quad,
                              Floats<W>* out) {

@@ -24,9 +24,9 @@ constexpr size_t kStep = 4 * kLine;
 constexpr size_t kStreamFrom = size_t{32} << 10;
 
 #if defined(__x86_64__)
-// Stores that go past the cache, so that the destination's old bytes are not read first: 1.2 to 1.3
-// times the speed of glibc's memcpy on KV blocks, which chooses such stores only for copies near the
-// size of the last-level cache (measured by native/bench_copy.py).
+// Stores that go past the cache, so that the destination's old bytes are not read first: 1.3 to 1.5
+// times the speed of glibc's memcpy on KV blocks, which chooses such stores only for copies near
+// the size of the last-level cache (measured by native/bench_copy.py).
 __attribute__((target("avx512f"))) void stream_avx512(std::byte* dst, const std::byte* src,
                                                       size_t nbytes) {
   for (size_t i = 0; i < nbytes; i += kStep) {

@@ -59,8 +59,8 @@ struct Primary {
   Result result = kSuccess;
 };
 
-// The first visible device's primary context, which torch uses too. Retained once and for the life of
-// the process: registrations live as long as it.
+// The first visible device's primary context, which torch uses too. Retained once and for the life
+// of the process: registrations live as long as it.
 const Primary& primary(const Driver& d) {
   static const Primary retained = [&d] {
     Primary p;

@@ -9,7 +9,7 @@ namespace pdctl {
 
 enum class CudaHost { kAbsent, kRegistered, kFailed };
 
-// Registers the range for every context of this process. On kFailed `error` says what the driver said.
+// Registers the range for every context of this process. On kFailed `error` is the driver's.
 CudaHost cuda_register(void* address, size_t nbytes, std::string* error);
 
 // Undoes cuda_register. Never fails: a driver that is already shut down has released the range.

@@ -143,7 +143,8 @@ PinnedShm::PinnedShm(PinnedShm&& other) noexcept
 
 void PinnedShm::map(int fd) {
   // MAP_POPULATE: the first request must not pay for page faults.
-  void* address = ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  void* address =
+      ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (address == MAP_FAILED) {
     fail(errno, name_, "cannot map " + std::to_string(nbytes_) + " bytes: " + text_of(errno));
   }

@@ -1,5 +1,5 @@
-// Vectors of W floats on the compiler's vector extensions: one source for AVX-512 (16), AVX2 (8) and
-// SSE or NEON (4). All functions are forced inline, so that each takes its caller's instruction set.
+// Vectors of W floats on the compiler's vector extensions: one source for AVX-512 (16), AVX2 (8)
+// and SSE or NEON (4). All functions are forced inline: each takes its caller's instruction set.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ namespace pdctl {
 template <int W>
 struct Lanes;
 
-// For each width: the shuffles of which a W x W transposition consists, lo and hi of each step. Within
-// 128 bits: single floats (one), pairs of floats (two). Between 128-bit parts: `part`.
+// For each width: the shuffles of which a W x W transposition consists, lo and hi of each step.
+// Within 128 bits: single floats (one), pairs of floats (two). Between 128-bit parts: `part`.
 template <>
 struct Lanes<4> {
   typedef float F __attribute__((vector_size(16)));

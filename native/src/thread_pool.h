@@ -15,8 +15,8 @@ class ThreadPool {
   static ThreadPool& instance();
 
   // Calls body(0 .. count-1), each once, on at most `threads` threads of which the caller is one.
-  // Returns when all calls have; rethrows the first exception. A second loop at the same time runs on
-  // its caller alone.
+  // Returns when all calls have; rethrows the first exception. A second loop at the same time runs
+  // on its caller alone.
   void run(size_t count, size_t threads, const std::function<void(size_t)>& body);
 
   ThreadPool(const ThreadPool&) = delete;

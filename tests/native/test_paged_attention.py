@@ -169,6 +169,11 @@ def test_a_token_does_not_depend_on_its_batch(case: Case) -> None:
         assert same_bits(case.take([t]).run(1), together[[t]])
 
 
+def test_as_many_heads_on_one_kv_head_as_it_takes() -> None:
+    case = make_case(Shape(64, 1, 16, 16), [(70, 3)])
+    torch.testing.assert_close(case.run().double(), exact(case), rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 def test_a_token_does_not_depend_on_the_threads(kv_dtype: torch.dtype) -> None:
     # Enough work that all threads are really used.
@@ -301,6 +306,12 @@ def test_bad_shapes_are_refused() -> None:
         "multiple of num_kv_heads",
         query=case.query[:, :3].contiguous(),
         out=torch.full((3, 3, 32), 777.0),
+    )
+    refused(
+        case,
+        "at most 64 heads",
+        query=torch.zeros(3, 130, 32),
+        out=torch.full((3, 130, 32), 777.0),
     )
     refused(case, "differ in head_dim", kv=case.kv[..., :16])
     refused(case, "K and V", kv=case.kv[:, :1])
