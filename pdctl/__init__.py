@@ -1,3 +1,4 @@
-"""The command line: topology, plan, hosts, supervision, bench. Imports neither torch nor runtime."""
+"""The command line: topology, plan, hosts, supervision, bench. Imports neither torch nor
+runtime."""
 
 __version__ = "0.1.0"

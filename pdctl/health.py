@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdctl.errors import ServiceFailed
-from pdctl.records import ServiceRecord
+from pdctl.records import Identity, ServiceRecord
 from pdctl.services import ServiceSpec
 
 POLL_S = 0.1
@@ -70,7 +70,7 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
     try:
         while waiting:
             # Looked at in every round, also while a /ready hangs.
-            _fail_if_ended(waiting, watcher)
+            records = _living(waiting, watcher)
             for name in [n for n, f in asked.items() if f.done()]:
                 answer = asked.pop(name).result()
                 reasons[name] = answer.reason
@@ -79,7 +79,7 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
                 else:
                     watcher.on_wait(waiting[name], answer.reason, time.monotonic() - begun)
             for name in waiting.keys() - asked.keys():
-                asked[name] = pool.submit(probe_ready, waiting[name])
+                asked[name] = pool.submit(probe_ready, waiting[name], records[name].service)
             if waiting and time.monotonic() >= deadline:
                 name = next(iter(waiting))
                 raise _late(waiting[name], reasons[name], time.monotonic() - begun, watcher)
@@ -102,7 +102,7 @@ def _late(service: ServiceSpec, reason: str, seconds: float, watcher: Watcher) -
     )
 
 
-def _fail_if_ended(waiting: Mapping[str, ServiceSpec], watcher: Watcher) -> None:
+def _living(waiting: Mapping[str, ServiceSpec], watcher: Watcher) -> Mapping[str, ServiceRecord]:
     records = watcher.observe()
     for name, service in waiting.items():
         record = records.get(name)
@@ -115,13 +115,21 @@ def _fail_if_ended(waiting: Mapping[str, ServiceSpec], watcher: Watcher) -> None
                 log_tail=watcher.tail(name),
                 exit_status=record.exit.status if record and record.exit else None,
             )
+    return records
 
 
-def probe_ready(service: ServiceSpec) -> Readiness:
-    """One look. A decode service is ready when each expected peer has a tested path."""
+def probe_ready(service: ServiceSpec, process: Identity | None) -> Readiness:
+    """One look. A decode service is ready when each expected peer has a tested path.
+
+    The answer must come from the service's own process: a stranger may have taken its port.
+    """
     status, body = get_json(f"{service.url}/ready")
     if status is None:
         return Readiness(False, "no answer yet", reachable=False)
+    if process is None or body.get("pid") != process.pid:
+        who = f"pid {body['pid']}" if "pid" in body else "a stranger"
+        reason = f"{service.url} is answered by {who}, not by this service"
+        return Readiness(False, reason, reachable=True)
     if status != 200:
         return Readiness(False, _reason(body) or f"HTTP {status}", reachable=True)
     paths = body.get("peers") or {}

@@ -15,7 +15,8 @@ Role = Literal["router", "prefill", "decode", "mixed"]
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """`argv` and file texts may contain `{dir}`: the service's own directory on its host, filled in there."""
+    """`argv` and file texts may contain `{dir}`: the service's own directory on its host, filled in
+    there."""
 
     deployment: str
     name: str
@@ -28,16 +29,19 @@ class ServiceSpec:
     files: dict[str, str] = field(default_factory=dict)
     """Name in the service's directory -> text; written 0600 before the start. Holds no secrets."""
     secrets: tuple[str, ...] = ()
-    """Names of environment variables whose values are taken when `up` runs and stored only in the host's 0600 env file."""
+    """Names of environment variables whose values are taken when `up` runs and stored only in the
+    host's 0600 env file."""
     secret_files: dict[str, str] = field(default_factory=dict)
-    """Name in the service's directory -> environment variable whose value `up` writes there, 0600 (`api_keys`)."""
+    """Name in the service's directory -> environment variable whose value `up` writes there, 0600
+    (`api_keys`)."""
     ports: dict[str, int] = field(default_factory=dict)
     """Purpose (`http`, `peer`) -> TCP port it will listen on."""
     bind: str = "127.0.0.1"
     url: str = ""
     """Base URL under which pdctl and other services reach it."""
     shm_prefix: str = ""
-    """Shared memory segments whose names start with `<shm_prefix>.` are this service's and go with it."""
+    """Shared memory segments whose names start with `<shm_prefix>.` are this service's and go with
+    it."""
     cpu_buffer_bytes: int = 0
     expects_peers: tuple[str, ...] = ()
     """Decode: prefill services to which a tested path must exist before it counts as ready."""

@@ -186,7 +186,7 @@ def _health(record: ServiceRecord, registered: Mapping[str, Any]) -> tuple[Healt
         return "down", record.how_it_ended() + strays
     if record.spec is None:
         return "unready", "its record was written by another version of pdctl"
-    readiness = probe_ready(record.spec)
+    readiness = probe_ready(record.spec, record.service)
     if not readiness.reachable:
         return "starting", readiness.reason
     if not readiness.ready:

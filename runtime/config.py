@@ -128,15 +128,31 @@ def load(path: Path, kind: type[ConfigT]) -> ConfigT:
 
 def read_token(path: str) -> bytes:
     """The deployment's token. Raises ConfigError when the file is missing, empty, or readable by
-    others."""
+    others.
+    """
+    return _read_private("token_file", path)
+
+
+def read_api_keys(path: str | None) -> tuple[bytes, ...]:
+    """Client keys, one a line; `#` starts a comment line. Without a file no key is asked for."""
+    if path is None:
+        return ()
+    lines = [line.strip() for line in _read_private("api_key_file", path).splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith(b"#"))
+    if not keys:
+        raise ConfigError(f"api_key_file {path}: has no key", hint="write one key a line")
+    return keys
+
+
+def _read_private(field: str, path: str) -> bytes:
     file = Path(path)
     try:
         mode = file.stat().st_mode
-        token = file.read_bytes().strip()
+        content = file.read_bytes().strip()
     except OSError as e:
-        raise ConfigError(f"token_file {path}: {e.strerror}") from e
+        raise ConfigError(f"{field} {path}: {e.strerror}") from e
     if mode & 0o077:
-        raise ConfigError(f"token_file {path}: readable by others", hint=f"chmod 600 {path}")
-    if not token:
-        raise ConfigError(f"token_file {path}: empty")
-    return token
+        raise ConfigError(f"{field} {path}: readable by others", hint=f"chmod 600 {path}")
+    if not content:
+        raise ConfigError(f"{field} {path}: empty")
+    return content

@@ -9,12 +9,10 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from aiohttp import web
 
-from runtime.config import read_token
-from runtime.errors import ConfigError, RequestError
+from runtime.errors import RequestError
 from runtime.protocol import (
     HEADER_DEADLINE,
     HEADER_PREFILL,
@@ -34,21 +32,6 @@ class Caller:
     client_request_id: str | None
     prefill: str | None
     deadline_s: float
-
-
-def read_api_keys(path: str | None) -> tuple[bytes, ...]:
-    """Client keys, one a line; `#` starts a comment line. Without a file no key is asked for."""
-    if path is None:
-        return ()
-    try:
-        text = read_token(path)
-    except ConfigError as e:
-        raise ConfigError(str(e).replace("token_file", "api_key_file", 1), hint=e.hint) from e
-    lines = [line.strip() for line in text.splitlines()]
-    keys = tuple(line for line in lines if line and not line.startswith(b"#"))
-    if not keys:
-        raise ConfigError(f"api_key_file {Path(path)}: has no key", hint="one key a line")
-    return keys
 
 
 class Gate:

@@ -5,6 +5,8 @@ Owns their JSON. Health routes ask for no key and carry no secret.
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 from aiohttp import web
 
@@ -82,6 +84,7 @@ class Endpoints:
             "waiting_for": waiting_for,
             "name": instance.config.name,
             "role": instance.config.role,
+            "pid": os.getpid(),
             "incarnation": core.ready.incarnation if core.ready else None,
             "peers": {n: {"path": p.path, "reason": p.reason} for n, p in core.peers.items()},
             "load_s": core.ready.load_s if core.ready else None,

@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler, Middleware
 from runtime import config as configs
 from runtime.config import Address, WorkerConfig
 from runtime.errors import ConfigError
-from runtime.front.auth import Gate, read_api_keys
+from runtime.front.auth import Gate
 from runtime.front.completions import CALLER, Completions
 from runtime.front.core_client import CoreArgv, CoreClient
 from runtime.front.endpoints import Endpoints
@@ -60,7 +60,7 @@ def run_worker(config_path: Path) -> int:
 def serve_worker(config: WorkerConfig, core_argv: CoreArgv) -> int:
     """Everything that can be wrong is found before the core is started."""
     token = configs.read_token(config.token_file)
-    gate = Gate(token, read_api_keys(config.api_key_file), config.request_timeout_s)
+    gate = Gate(token, configs.read_api_keys(config.api_key_file), config.request_timeout_s)
     with bind(config.listen) as listener:
         tokenizer = load_tokenizer(Path(config.model.path))
         core = CoreClient(core_argv, own_leg=own_leg(config), instance=config.name)

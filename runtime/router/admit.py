@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from runtime.config import read_token
-from runtime.errors import ConfigError, RequestError
+from runtime.errors import RequestError
 from runtime.protocol import RequestId
 
 # Echoed and logged, so nothing that could break a log line.
@@ -75,21 +74,6 @@ def _bearer(request: web.Request) -> bytes:
     if scheme.lower() != "bearer":
         return b""
     return value.strip().encode("utf-8", "surrogateescape")
-
-
-def read_api_keys(path: str | None) -> tuple[bytes, ...]:
-    """One key a line, `#` starts a comment line. Raises ConfigError as `read_token` does."""
-    if path is None:
-        return ()
-    try:
-        text = read_token(path)
-    except ConfigError as e:
-        raise ConfigError(str(e).replace("token_file", "api_key_file", 1), hint=e.hint) from e
-    lines = (line.strip() for line in text.splitlines())
-    keys = tuple(line for line in lines if line and not line.startswith(b"#"))
-    if not keys:
-        raise ConfigError(f"api_key_file {path}: has no key", hint="write one key a line")
-    return keys
 
 
 def client_id(request: web.Request) -> str:

@@ -15,9 +15,9 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from runtime.config import RouterConfig, load, read_token
+from runtime.config import RouterConfig, load, read_api_keys, read_token
 from runtime.errors import ConfigError, RequestError
-from runtime.router.admit import KeyRing, check_head, read_api_keys
+from runtime.router.admit import KeyRing, check_head
 from runtime.router.control import Control
 from runtime.router.dispatch import Dispatcher
 from runtime.router.engines import NativeEngine

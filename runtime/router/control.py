@@ -5,6 +5,7 @@ Everything below /internal asks for the deployment's token.
 
 from __future__ import annotations
 
+import os
 import time
 
 import msgspec
@@ -131,7 +132,13 @@ class Control:
         if not ready and not models:
             reasons = ["no instance is registered"]
         return json_response(
-            {"ready": ready, "pairs": pairs, "mixed": mixed, "reasons": reasons},
+            {
+                "ready": ready,
+                "pid": os.getpid(),
+                "pairs": pairs,
+                "mixed": mixed,
+                "reasons": reasons,
+            },
             status=200 if ready else 503,
             headers={} if ready else {"Retry-After": "1"},
         )

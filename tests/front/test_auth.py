@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from runtime.config import read_api_keys
 from runtime.errors import ConfigError, RequestError
-from runtime.front.auth import Gate, read_api_keys
+from runtime.front.auth import Gate
 
 GATE = Gate(b"tok\xc3\xa9n", [b"key-1", b"key-2"], 60.0)
 

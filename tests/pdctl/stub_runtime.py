@@ -47,6 +47,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answers = {
             "/ready": {
                 "ready": not late,
+                "pid": os.getpid(),
                 "waiting_for": "the model to load" if late else None,
                 "peers": peers,
             },

@@ -15,8 +15,11 @@ from supervision import free_port
 
 from pdctl.errors import ServiceFailed
 from pdctl.health import Watcher, probe_ready, wait_ready
-from pdctl.records import ExitRecord, ServiceRecord
+from pdctl.records import ExitRecord, Identity, ServiceRecord
 from pdctl.services import ServiceSpec
+
+SELF = Identity(pid=4711, start_ticks=1, boot_id="b")
+"""Who answers; the test's server says so."""
 
 
 @dataclass
@@ -37,7 +40,10 @@ def fake() -> Iterator[Fake]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             time.sleep(fake.hang_s)
-            body = fake.body if isinstance(fake.body, bytes) else json.dumps(fake.body).encode()
+            answer = fake.body
+            if isinstance(answer, dict):
+                answer = {"pid": SELF.pid} | answer
+            body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(fake.status if self.path == "/ready" else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -64,7 +70,7 @@ ALIVE = ServiceRecord(
     supervised=True,
     spec=None,
     spec_hash="",
-    service=None,
+    service=SELF,
     shim=None,
     exit=None,
     uptime_s=1.0,
@@ -118,8 +124,7 @@ def test_it_waits_and_tells_what_for(fake: Fake) -> None:
     [
         (503, {"reasons": ["no instance", "no pair"]}, "no instance; no pair"),
         (503, {"error": {"message": "dying"}}, "dying"),
-        (500, b"<html>", "HTTP 500"),
-        (503, [1], "HTTP 503"),
+        (500, {}, "HTTP 500"),
         (200, {"peers": {}}, "no path to p-0, p-1"),
         (200, {"peers": {"p-0": "shm", "p-1": None}}, "no path to p-1"),
         (200, {"peers": {"p-0": {"path": "shm"}, "p-1": {"path": None}}}, "no path to p-1"),
@@ -128,7 +133,7 @@ def test_it_waits_and_tells_what_for(fake: Fake) -> None:
 )
 def test_what_ready_means(fake: Fake, status: int, body: Any, reason: str) -> None:
     fake.status, fake.body = status, body
-    found = probe_ready(fake.spec(expects_peers=("p-0", "p-1")))
+    found = probe_ready(fake.spec(expects_peers=("p-0", "p-1")), SELF)
     assert (found.ready, found.reason, found.reachable) == (not reason, reason, True)
 
 
@@ -161,7 +166,7 @@ def test_the_deadline_names_what_was_missing(fake: Fake) -> None:
 
 def test_nobody_listens() -> None:
     spec = Fake(f"http://127.0.0.1:{free_port()}").spec()
-    assert probe_ready(spec).reachable is False
+    assert probe_ready(spec, SELF).reachable is False
     with pytest.raises(ServiceFailed, match="no answer yet"):
         wait_ready([spec], Told().watcher(), soon(0.3))
 
@@ -170,4 +175,12 @@ def test_a_proxy_of_the_environment_is_not_asked(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    assert probe_ready(fake.spec()).ready
+    assert probe_ready(fake.spec(), SELF).ready
+
+
+@pytest.mark.parametrize("body", [{"pid": 4712}, {"pid": None}, [1], b"hello"])
+def test_a_stranger_on_the_port_is_not_the_service(fake: Fake, body: Any) -> None:
+    fake.body = body
+    found = probe_ready(fake.spec(), SELF)
+    assert not found.ready and "not by this service" in found.reason
+    assert not probe_ready(fake.spec(), None).ready

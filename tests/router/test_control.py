@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
 import socket
 import time
@@ -281,7 +282,8 @@ async def test_ready_and_health(router: Harness) -> None:
     status, body = await look("/ready")
     assert (status, body["reasons"]) == (503, ["no decode instance is registered"])
     await router.pair()
-    assert await look("/ready") == (200, {"ready": True, "pairs": 1, "mixed": 0, "reasons": []})
+    expected = {"ready": True, "pid": os.getpid(), "pairs": 1, "mixed": 0, "reasons": []}
+    assert await look("/ready") == (200, expected)
 
 
 async def test_models_lists_what_lives(router: Harness) -> None:
