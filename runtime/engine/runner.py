@@ -60,10 +60,9 @@ class Runner:
         """Computes the work's KV; float32 logits, one row for each work that samples, in order."""
         batch = build_batch(work, self.pool.layout.block_size, self._decoder.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             cache = self.pool.layers[layer]  # [blocks, 2, kv_heads, tokens, head_dim]
-            cache[batch.block_of, 0, :, batch.slot_of] = k
-            cache[batch.block_of, 1, :, batch.slot_of] = v
+            cache[batch.block_of, :, :, batch.slot_of] = kv
             if self._native:
                 return self._attend_native(batch, cache, q)
             return attend_torch(batch, cache, q, self._scale)
@@ -129,7 +128,7 @@ def build_batch(work: Items[Work], block_size: int, device: torch.device) -> Bat
 def attend_torch(batch: Batch, cache: Tensor, q: Tensor, scale: float) -> Tensor:
     """Gathers each sequence's K and V and lets torch attend: [T, heads * head_dim]."""
     kv_heads, block_size, head_dim = cache.shape[2:]
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for row, span in enumerate(batch.spans):
         end = span.start + span.count
         blocks = batch.tables[row, : -(-end // block_size)].long()

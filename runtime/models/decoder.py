@@ -16,8 +16,8 @@ from torch import Tensor
 
 from runtime.models.config import ModelSpec, RopeScaling
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, head_dim], k, v [T, kv_heads, head_dim]) -> [T, heads * head_dim].
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""(layer, q [T, heads, head_dim], k and v [T, 2, kv_heads, head_dim]) -> [T, heads * head_dim].
 
 It also stores k and v: later tokens attend to them.
 """
@@ -72,31 +72,30 @@ class Decoder:
         x = F.embedding(tokens, weights.embedding)  # [T, hidden]
         last = len(weights.layers) - 1
         for number, layer in enumerate(weights.layers):
-            q, k, v = self._qkv(layer, _norm(x, layer.attention_norm, spec.norm_eps), cos, sin)
-            attended = attend(number, q, k, v)
+            q, kv = self._qkv(layer, _norm(x, layer.attention_norm, spec.norm_eps), cos, sin)
+            attended = attend(number, q, kv)
             if number == last:
                 # Only these rows are asked for, and nothing after attention mixes rows.
                 x, attended = x[rows], attended[rows]
-            x = torch.addmm(x, attended, layer.output.t())
+            x.addmm_(attended, layer.output.t())
             if layer.output_bias is not None:
                 x += layer.output_bias
-            x = torch.addmm(x, _mlp(layer, _norm(x, layer.mlp_norm, spec.norm_eps)), layer.down.t())
+            x.addmm_(_mlp(layer, _norm(x, layer.mlp_norm, spec.norm_eps)), layer.down.t())
         return F.linear(_norm(x, weights.norm, spec.norm_eps), weights.head).float()
 
     def _qkv(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         spec = self.spec
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         qkv = qkv.view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        rotated = spec.heads + spec.kv_heads
-        qk = qkv[:, :rotated]
+        qk, q = qkv[:, : spec.heads + spec.kv_heads], qkv[:, : spec.heads]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = _norm(qk[:, : spec.heads], layer.q_norm, spec.norm_eps)
-            k = _norm(qk[:, spec.heads :], layer.k_norm, spec.norm_eps)
-            qk = torch.cat((q, k), dim=1)
-        qk = _rotate(qk, cos, sin)
-        return qk[:, : spec.heads], qk[:, spec.heads :], qkv[:, rotated:]
+            k = qk[:, spec.heads :]
+            q.copy_(_norm(q, layer.q_norm, spec.norm_eps))
+            k.copy_(_norm(k, layer.k_norm, spec.norm_eps))
+        _rotate_(qk, cos, sin)
+        return q, qkv[:, spec.heads :].view(len(x), 2, spec.kv_heads, spec.head_dim)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,14 +106,12 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split RoPE: dimension i turns with dimension i + head_dim / 2."""
-    half = x.shape[-1] // 2
-    low, high = x[..., :half], x[..., half:]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(low, cos, out=out[..., :half]).addcmul_(high, sin, value=-1)
-    torch.mul(high, cos, out=out[..., half:]).addcmul_(low, sin)
-    return out
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Half-split RoPE, in place: dimension i turns with dimension i + head_dim / 2."""
+    low, high = x.chunk(2, dim=-1)
+    turned = low * sin
+    low.mul_(cos).addcmul_(high, sin, value=-1)
+    high.mul_(cos).add_(turned)
 
 
 def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:

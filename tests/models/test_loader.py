@@ -87,8 +87,8 @@ def make(kind: str, folder: Path, **save: Any) -> Any:
 def whole_prompt_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
     """Logits of every position, with plain causal attention over the batch itself."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, *kv.unbind(1)))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(len(tokens), -1)
 
