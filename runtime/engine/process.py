@@ -59,6 +59,9 @@ def run_core(config_path: Path, fd: int) -> int:
     )
     config = load(config_path, WorkerConfig)
     token = read_token(config.token_file)
+    if config.device == "cpu":
+        # Pinning the buffer would else create a context on GPU 0 of a host that has one.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _die_with_parent()
     front = socket.socket(fileno=fd)
     code = asyncio.run(_Core(config, token).run(front))

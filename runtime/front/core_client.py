@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import socket
 from asyncio.subprocess import Process
@@ -31,6 +32,13 @@ from runtime.protocol import (
 )
 
 log = logging.getLogger(__name__)
+
+SPIN_COUNT = "1000"
+"""How long an OpenMP thread of the core spins before it sleeps. libgomp's default spins for
+milliseconds: when another process takes one of the cores, each of a step's hundreds of parallel
+regions then waits that long, and decoding is ten times slower (docs/decisions/0002). On an idle
+machine this value costs nothing. Set before torch loads; the service's own environment wins.
+"""
 
 CoreEvent = Tokens | Failed
 CoreArgv = Callable[[int], Sequence[str]]
@@ -108,6 +116,7 @@ class CoreClient:
                 *self._argv(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
+                env={"GOMP_SPINCOUNT": SPIN_COUNT} | os.environ,
             )
         ours.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
