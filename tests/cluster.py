@@ -221,7 +221,7 @@ class Machine:
         return {int(r[1].rsplit(":", 1)[1], 16) for r in rows if r[3] == "0A"} - {22}
 
     def segments(self) -> list[str]:
-        return sorted(p.name for p in Path(f"/proc/{self.pid}/root/dev/shm").iterdir())
+        return sorted(p.name for p in Path("/proc", str(self.pid), "root", "dev/shm").iterdir())
 
     def files(self) -> list[str]:
         """Below PDCTL_HOME, but for the copy of the shim and what `down` keeps of logs."""
