@@ -148,6 +148,7 @@ class PeerState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """None: down."""
     incarnation: str = ""
     reason: str = ""
+    """Why it is down, or why it is up over no better path."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -281,6 +282,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: str
     session: int
     path: Literal["shm", "tcp"]
+    path_reason: str = ""
+    """Why it is not a better one."""
     pid: int
     start_ticks: int
     """Of the writing process, with `boot_id`: what proves it dead to a decode instance on the same

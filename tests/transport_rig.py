@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from runtime.kv.buffer import CpuBuffer
 from runtime.kv.region import Region
-from runtime.transfer.base import Receiver, Runs, Sender
+from runtime.transfer.base import Receiver, ReceiverEvents, Runs, Sender
 from runtime.transfer.identity import ProcessIdentity, own_identity
 from runtime.transfer.shm import ShmReceiver, ShmSender
-from runtime.transfer.tcp import TcpEvents, TcpReceiver, TcpSender, memory
+from runtime.transfer.tcp import TcpReceiver, TcpSender, memory
 
 
 def block_runs(source: list[int], target: list[int], size: int) -> Runs:
@@ -98,7 +98,7 @@ class Rig:
             self.receiver = self._tcp_receiver(server.accept()[0])
 
     def _tcp_receiver(self, sock: socket.socket) -> TcpReceiver:
-        events = TcpEvents(
+        events = ReceiverEvents(
             lambda call: call(),
             self.landed.append,
             lambda nonce, why: self.refused.append((nonce, why)),

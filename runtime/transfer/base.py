@@ -9,14 +9,18 @@ holds every transport to this file.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.kv.region import Region
+from runtime.kv.swap import Post
 
 PathKind = Literal["shm", "tcp"]
+"""Best first: in this order they are tried when both sides leave the choice (`auto`)."""
 
 Runs = NDArray[np.int64]
 """(n, 3): source offset, destination offset, length in bytes; as `copy_runs` takes them."""
@@ -44,6 +48,19 @@ class Sender(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the sender holds. Only after the last put has returned. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverEvents:
+    """What a receiver that sees bytes arrive tells: on the asyncio thread, through `post`."""
+
+    post: Post
+    on_landed: Callable[[int], None]
+    """(nonce): more of its blocks are complete."""
+    on_refused: Callable[[int, str], None]
+    """(nonce, why): what came was not for the next blocks of this live nonce."""
+    on_closed: Callable[[str], None]
+    """(why), once, unless `close` was called first: the connection ended."""
 
 
 class Receiver(ABC):

@@ -20,24 +20,21 @@ from runtime.kv.swap import Post
 from runtime.link import Link, LinkClosed, authenticate_client
 from runtime.protocol import (
     Hello,
-    HelloData,
     KvReady,
     PathTest,
     PeerReply,
     Ping,
-    Pong,
     PrefillFailed,
     Refused,
     Released,
     Welcome,
 )
-from runtime.transfer.base import Receiver
+from runtime.transfer.base import Receiver, ReceiverEvents
 from runtime.transfer.decode_request import DecodeSession
 from runtime.transfer.handoff_decode import DecodeHandoff
-from runtime.transfer.identity import ProcessIdentity
+from runtime.transfer.paths import ReceiverPaths
 from runtime.transfer.reservations import Waiter, Writer
-from runtime.transfer.shm import ShmReceiver
-from runtime.transfer.tcp import TcpEvents, TcpReceiver, detach, memory
+from runtime.transfer.tcp import memory
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +76,7 @@ class PeerClient:
         self._token = token
         self._handoff = handoff
         self._buffer = handoff.reservations.buffer
+        self._paths = ReceiverPaths(self._buffer)
         self._post = post
         self._loop = asyncio.get_running_loop()
 
@@ -139,25 +137,15 @@ class PeerClient:
         return Link(reader, stream, PeerReply), stream
 
     async def _receiver(self, welcome: Welcome, opened: list[_Session]) -> Receiver:
-        if welcome.path == "shm":
-            return ShmReceiver(ProcessIdentity(welcome.pid, welcome.start_ticks, welcome.boot_id))
-        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(CONNECT_S):
-            link, stream = await self._dial(stack)
-            link.send(HelloData(session=welcome.session))
-            answer = await link.receive()
-            if not isinstance(answer, Pong):
-                raise LinkClosed(f"{type(answer).__name__} to a data connection")
-            # Nothing comes on it before we ask for something: asyncio has no byte of it in a
-            # buffer.
-            sock = detach(stream.get_extra_info("socket").fileno())
         # `opened` is filled before the first message that could lead to an event is sent.
-        events = TcpEvents(
+        events = ReceiverEvents(
             self._post,
             on_landed=lambda nonce: self._handoff.on_received(opened[0], nonce),
             on_refused=lambda nonce, why: self._handoff.on_bad_put(opened[0], nonce, why),
             on_closed=lambda why: opened[0].abort(why),
         )
-        return TcpReceiver(sock, self._buffer.region, self._buffer.block_bytes, events)
+        async with asyncio.timeout(CONNECT_S):
+            return await self._paths.open(welcome, self._dial, events)
 
     # ---- an open session ------------------------------------------------------------------------
 
@@ -209,7 +197,8 @@ class PeerClient:
         except (TransferError, LinkClosed) as e:
             session.abort(f"path test over {session.path}: {e}")
         else:
-            _log.info("%s is up over %s", session.peer, session.path)
+            reason = session.welcome.path_reason
+            _log.info("%s is up over %s%s", session.peer, session.path, reason and f" ({reason})")
             session.was_up = True
             self._handoff.peers.up(session)
 

@@ -1,8 +1,8 @@
 """Prefill's listener: decode instances connect here for control and, over tcp, with a data
 connection.
 
-Owns authentication, the checks of Hello, the choice of the path and each session's receive loop.
-What a request does belongs to handoff_prefill.
+Owns authentication, the checks of Hello and each session's receive loop. The choice of the path is
+paths.py's; what a request does belongs to handoff_prefill.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import socket
 from dataclasses import dataclass
-from typing import Literal
 
 from runtime.config import Address, TransferKind
 from runtime.errors import ConfigError, RuntimeFailure, TransferError
@@ -26,11 +25,10 @@ from runtime.protocol import (
     Refused,
     Welcome,
 )
-from runtime.transfer.base import Sender
 from runtime.transfer.handoff_prefill import PrefillHandoff
 from runtime.transfer.identity import own_identity
+from runtime.transfer.paths import OpenedPath, SenderPaths
 from runtime.transfer.prefill_request import PrefillSession
-from runtime.transfer.shm import ShmSender
 from runtime.transfer.tcp import TcpSender, detach
 
 _log = logging.getLogger(__name__)
@@ -62,6 +60,7 @@ class _RefusedHello(RuntimeFailure):
 class PeerServer:
     def __init__(self, local: Local, handoff: PrefillHandoff, post: Post) -> None:
         self._local = local
+        self._paths = SenderPaths(local.instance, local.transfer)
         self._identity = own_identity()
         self._handoff = handoff
         self._post = post
@@ -159,10 +158,10 @@ class PeerServer:
                     old_writer.transport.abort()
                 if not await self._handoff.end_session(older):
                     raise _RefusedHello("session", "the older session still writes; try again")
-            path, sender = await self._path(hello)
+            opened = await self._path(hello)
             self._next_session += 1
             lane = CopyLane(f"kv-put-{self._next_session}", self._post)
-            session = PrefillSession(self._next_session, hello, link, lane, sender)
+            session = PrefillSession(self._next_session, hello, link, lane, opened.sender)
             self._handoff.open_session(session)
             self._writers[session.number] = writer
         link.send(
@@ -170,13 +169,14 @@ class PeerServer:
                 instance=self._local.instance,
                 incarnation=self._local.incarnation,
                 session=session.number,
-                path=path,
+                path=opened.path,
+                path_reason=opened.reason,
                 pid=self._identity.pid,
                 start_ticks=self._identity.start_ticks,
                 boot_id=self._identity.boot_id,
             )
         )
-        _log.info("session %d with %s over %s", session.number, hello.instance, path)
+        _log.info("session %d with %s over %s", session.number, hello.instance, opened.path)
         return session
 
     def _check(self, hello: Hello) -> None:
@@ -194,26 +194,11 @@ class PeerServer:
                     field, f"{hello.instance} has {theirs!r}, {local.instance} has {ours!r}"
                 )
 
-    async def _path(self, hello: Hello) -> tuple[Literal["shm", "tcp"], Sender | None]:
-        """The path that both sides allow; what one of them names is never replaced by another."""
-        wanted = {hello.transfer, self._local.transfer} - {"auto"}
-        if len(wanted) > 1:
-            raise _RefusedHello(
-                "transfer",
-                f"{hello.instance} wants {hello.transfer}, {self._local.instance} wants"
-                f" {self._local.transfer}",
-            )
-        if wanted == {"tcp"}:
-            return "tcp", None
+    async def _path(self, hello: Hello) -> OpenedPath:
         try:
-            # In a thread: mapping, and locking, gigabytes takes a while.
-            sender = await asyncio.to_thread(ShmSender.open, hello.segment, hello.segment_bytes)
+            return await self._paths.open(hello)
         except TransferError as e:
-            if wanted:
-                raise _RefusedHello("transfer", f"shm was asked for: {e}") from e
-            _log.info("%s: tcp, because %s", hello.instance, e)
-            return "tcp", None
-        return "shm", sender
+            raise _RefusedHello("transfer", str(e)) from e
 
     # ---- data connections -----------------------------------------------------------------------
 

@@ -67,4 +67,9 @@ class PeerTable:
 
 def _state(session: DecodeSession) -> PeerState:
     welcome = session.welcome
-    return PeerState(name=session.peer, path=welcome.path, incarnation=welcome.incarnation)
+    return PeerState(
+        name=session.peer,
+        path=welcome.path,
+        incarnation=welcome.incarnation,
+        reason=welcome.path_reason,
+    )

@@ -16,15 +16,14 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from runtime.errors import TransferError
 from runtime.kv.region import Region
-from runtime.kv.swap import Post
-from runtime.transfer.base import Receiver, Runs, Sender
+from runtime.transfer.base import Receiver, ReceiverEvents, Runs, Sender
 
 _log = logging.getLogger(__name__)
 
@@ -119,27 +118,13 @@ class _Landing:
     """Whole blocks that on_landed was called for."""
 
 
-@dataclass(frozen=True, slots=True)
-class TcpEvents:
-    """Called on the asyncio thread, through `post`."""
-
-    post: Post
-    on_landed: Callable[[int], None]
-    """(nonce): more of its blocks are complete."""
-    on_refused: Callable[[int, str], None]
-    """(nonce, why): a put was not for the next blocks of this live nonce, which is revoked by that.
-    """
-    on_closed: Callable[[str], None]
-    """(why), once, unless `close` was called first: the connection ended."""
-
-
 class TcpReceiver(Receiver):
     """Owns the socket and a reader thread."""
 
     path = "tcp"
 
     def __init__(
-        self, sock: socket.socket, buffer: Region, block_bytes: int, events: TcpEvents
+        self, sock: socket.socket, buffer: Region, block_bytes: int, events: ReceiverEvents
     ) -> None:
         prepare_socket(sock)
         sock.setblocking(False)

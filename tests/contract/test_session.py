@@ -153,6 +153,8 @@ def test_auto_takes_shm_where_the_segment_opens_else_tcp(
         try:
             await d.until(lambda: d.peer_path)
             assert d.peer_path == ("shm" if same_host else "tcp")
+            told = d.role.peers()["prefill-0"].reason
+            assert told == "" if same_host else "no shm: segment pdctl-test-elsewhere" in told
             id_ = d.ask((1, 2, 3, 4, 5), max_tokens=3)
             await d.answer(id_)
             assert d.tokens_of(id_) == expected((1, 2, 3, 4, 5), 3)
