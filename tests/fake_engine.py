@@ -32,7 +32,7 @@ from runtime.engine.contract import (
     EngineStats,
     Produced,
 )
-from runtime.kv.layout import KvLayout
+from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.region import Region
 from runtime.protocol import OutputToken, RequestId
 
@@ -83,9 +83,10 @@ class FakeEngine:
         step_s: float = 0.0,
     ) -> None:
         self._emit = emit
-        self.layout = KvLayout(2, 1, 8, config.block_size, "float32")
+        self.layout = KvLayout(2, 2, 4, config.block_size, "float32")
         self.num_blocks = config.kv_cache_bytes // self.layout.block_bytes
-        self._memory = np.zeros(self.num_blocks * self.layout.block_bytes, dtype=np.uint8)
+        self.pool_map = PoolMap(self.layout, self.num_blocks, config.tp_size)
+        self._memory = np.zeros(self.pool_map.nbytes, dtype=np.uint8)
         self.pool = Region(self._memory.ctypes.data, self._memory.nbytes)
         self.fingerprint: dict[str, str | int] = {"model": "fake", **self.layout.fingerprint()}
         self._free = list(range(self.num_blocks))
@@ -174,7 +175,7 @@ class FakeEngine:
         assert request.state == "adopted", request.state
         prompt = request.request.prompt
         for number, block in enumerate(request.blocks):
-            if not np.array_equal(self._view(block), kv_block(prompt, number, self.layout)):
+            if not self._holds(block, kv_block(prompt, number, self.layout)):
                 self._forget(request)
                 self._emit(EngineFailed(request_id, f"KV differs in block {number}", 500))
                 return
@@ -215,7 +216,7 @@ class FakeEngine:
         first = request.computed // self.layout.block_size
         last = min(first + self._chunk_blocks, len(request.blocks))
         for number in range(first, last):
-            self._view(request.blocks[number])[:] = kv_block(prompt, number, self.layout)
+            self._fill(request.blocks[number], kv_block(prompt, number, self.layout))
         request.computed = min(last * self.layout.block_size, len(prompt))
         if request.computed == len(prompt):
             token = next_token(prompt)
@@ -247,12 +248,19 @@ class FakeEngine:
         del self._requests[request.request.id]
         for block in request.blocks:
             # A copy that still reads or writes here is found out.
-            self._view(block)[:] = 0xDD
+            self._fill(block, np.full(self.layout.block_bytes, 0xDD, dtype=np.uint8))
         self._free = sorted((*self._free, *request.blocks))
 
-    def _view(self, block: int) -> np.ndarray[Any, Any]:
-        at = self.layout.block_offset(block)
-        return self._memory[at : at + self.layout.block_bytes]
+    def _fill(self, block: int, whole: np.ndarray[Any, Any]) -> None:
+        for source, target, size in self.pool_map.scatter([0], [block]):
+            self._memory[target : target + size] = whole[source : source + size]
+
+    def _holds(self, block: int, whole: np.ndarray[Any, Any]) -> bool:
+        """On every rank."""
+        return all(
+            np.array_equal(self._memory[at : at + size], whole[source : source + size])
+            for source, at, size in self.pool_map.scatter([0], [block])
+        )
 
 
 def main() -> int:

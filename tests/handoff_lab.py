@@ -203,14 +203,20 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def pair(
-    kind: str, *, buffer_blocks: int = 64, prefill: Any = None, **decode: Any
+    kind: str,
+    *,
+    buffer_blocks: int = 64,
+    tp_sizes: tuple[int, int] = (1, 1),
+    prefill: Any = None,
+    **decode: Any,
 ) -> AsyncIterator[Pair]:
-    """A linked prefill and decode instance; when the block ends, both are idle and leave no
-    segment.
+    """A linked prefill and decode instance, of these tp_sizes; when the block ends, both are idle
+    and leave no segment.
     """
     port = free_port()
     p = await start(
-        config("prefill-0", "prefill", peer=Address("127.0.0.1", port)), **(prefill or {})
+        config("prefill-0", "prefill", peer=Address("127.0.0.1", port), tp_size=tp_sizes[0]),
+        **(prefill or {}),
     )
     d = await start(
         config(
@@ -219,6 +225,7 @@ async def pair(
             cpu_buffer_bytes=buffer_blocks * BLOCK_BYTES,
             prefill_peers=[PeerConfig("prefill-0", Address("127.0.0.1", port))],
             transfer=kind,
+            tp_size=tp_sizes[1],
             **decode,
         )
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from runtime.kv.layout import KvLayout
+from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.region import Region
 from runtime.protocol import FinishReason, OutputToken, RequestId, SamplingParams
 
@@ -99,11 +99,16 @@ class EngineControl(Protocol):
     step."""
 
     @property
-    def layout(self) -> KvLayout: ...
+    def layout(self) -> KvLayout:
+        """Of whole blocks: all KV heads of the model, as the CPU buffer and the peers have them."""
 
     @property
     def pool(self) -> Region:
-        """The device pool's memory: block b starts at b * layout.block_bytes."""
+        """The device pools' memory, of all ranks."""
+
+    @property
+    def pool_map(self) -> PoolMap:
+        """Where in `pool` the parts of a block lie."""
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Its first event may be EngineFailed (queue full: 503; can never fit:

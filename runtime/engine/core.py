@@ -28,7 +28,7 @@ from runtime.engine.runner import Runner
 from runtime.engine.scheduler import Limits
 from runtime.engine.stepper import Bounds, Stepper
 from runtime.errors import ConfigError, ModelError
-from runtime.kv.layout import KvDtype, KvLayout
+from runtime.kv.layout import KvDtype, KvLayout, PoolMap
 from runtime.kv.pool import KvPool
 from runtime.kv.region import Region
 from runtime.models.config import ModelSpec
@@ -61,6 +61,7 @@ class Engine:
         except ValueError as e:
             raise ConfigError(str(e)) from e
         self._pool = KvPool(self._layout, config.kv_cache_bytes, device)
+        self._pool_map = PoolMap(self._layout, self._pool.num_blocks)
         self._runner = Runner(decoder, self._pool, self._threads, native=device.type == "cpu")
         self._limits = _limits(config)
         self._bounds = Bounds(
@@ -97,6 +98,10 @@ class Engine:
     @property
     def pool(self) -> Region:
         return self._pool.region
+
+    @property
+    def pool_map(self) -> PoolMap:
+        return self._pool_map
 
     def submit(self, request: EngineRequest) -> None:
         now = time.monotonic()

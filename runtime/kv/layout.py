@@ -1,7 +1,7 @@
 """KV geometry: where every number of the cache lies, as pure offset arithmetic.
 
 Owns the block-major layout `[block][layer][k,v][kv_head][token][head_dim]` and the runs (source
-offset, destination offset, length) that move blocks, also between tensor-parallel ranks.
+offset, destination offset, length) that move blocks, also to and from tensor-parallel ranks.
 Touches no memory, imports no torch.
 """
 
@@ -21,6 +21,8 @@ LAYOUT_VERSION: Final = 1
 
 K: Final = 0
 V: Final = 1
+
+_PAGE: Final = 4096
 
 _DTYPE_BYTES: Final[dict[KvDtype, int]] = {"float32": 4, "bfloat16": 2}
 
@@ -174,57 +176,90 @@ class Shard:
         return KvLayout(model.num_layers, len(heads), model.head_dim, model.block_size, model.dtype)
 
 
-def slice_runs(
-    model: KvLayout,
-    src: Shard,
-    dst: Shard,
-    src_blocks: Sequence[int],
-    dst_blocks: Sequence[int],
-) -> NDArray[np.int64]:
-    """Runs from rank `src`'s pool into rank `dst`'s pool, for src_blocks[i] -> dst_blocks[i].
+@dataclass(frozen=True, slots=True)
+class PoolMap:
+    """The device pools of an instance's tensor-parallel ranks, one after another in one region.
 
-    `model` has all KV heads of the model. Over all `src` ranks of a group the runs write every byte
-    of the destination blocks exactly once: of ranks that hold the same head, one serves each `dst`.
+    A block has the same number on all ranks, and each rank's pool holds that rank's heads of it. In
+    the CPU buffer and between instances a block is whole: every KV head of the model once, in
+    order. So neither instance of a pair has to know the other's tp_size.
     """
-    heads = _served_heads(model.num_kv_heads, src, dst)
-    src_layout, dst_layout = src.layout(model), dst.layout(model)
-    if len(heads) == src_layout.num_kv_heads == dst_layout.num_kv_heads:
-        return src_layout.block_runs(src_blocks, dst_blocks)
-    if len(src_blocks) != len(dst_blocks):
-        raise ValueError(
-            f"{len(src_blocks)} source blocks for {len(dst_blocks)} destination blocks"
-        )
-    if not heads:
-        return np.empty((0, 3), dtype=np.int64)
-    first_src = heads.start - src.heads(model.num_kv_heads).start
-    first_dst = heads.start - dst.heads(model.num_kv_heads).start
-    src_parts = _part_offsets(src_layout, src_blocks, first_src)
-    dst_parts = _part_offsets(dst_layout, dst_blocks, first_dst)
-    lengths = np.full(src_parts.shape, len(heads) * model.head_stride, dtype=np.int64)
-    return merge_runs(np.stack([src_parts, dst_parts, lengths], axis=1))
+
+    model: KvLayout
+    """With all KV heads of the model."""
+    num_blocks: int
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.shard(0).heads(self.model.num_kv_heads)  # refuses sizes that do not divide
+
+    def shard(self, rank: int) -> Shard:
+        return Shard(rank, self.tp_size)
+
+    @property
+    def rank_layout(self) -> KvLayout:
+        """Of any rank's pool: they are all alike."""
+        return self.shard(0).layout(self.model)
+
+    @property
+    def rank_stride(self) -> int:
+        """From one rank's pool to the next one's: whole pages, so that each can be mapped alone."""
+        size = self.num_blocks * self.rank_layout.block_bytes
+        return size if self.tp_size == 1 else -(-size // _PAGE) * _PAGE
+
+    @property
+    def nbytes(self) -> int:
+        return self.tp_size * self.rank_stride
+
+    def gather(self, pool_blocks: Sequence[int], whole: Sequence[int]) -> NDArray[np.int64]:
+        """Runs from the pools into whole blocks, for pool_blocks[i] -> whole[i].
+
+        They fill whole[0], then whole[1] and so on, each from its first to its last byte.
+        """
+        if self.tp_size == 1:
+            return self.model.block_runs(pool_blocks, whole)
+        ranks = [self._giver(head) for head in range(self.model.num_kv_heads)]
+        givers = [rank for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1]]
+        pool, blocks, lengths = self._parts(givers, pool_blocks, whole)
+        return merge_runs(np.stack([pool, blocks, lengths], axis=1))
+
+    def scatter(self, whole: Sequence[int], pool_blocks: Sequence[int]) -> NDArray[np.int64]:
+        """Runs from whole blocks into the pool of every rank, for whole[i] -> pool_blocks[i]."""
+        if self.tp_size == 1:
+            return self.model.block_runs(whole, pool_blocks)
+        pool, blocks, lengths = self._parts(range(self.tp_size), pool_blocks, whole)
+        return merge_runs(np.stack([blocks, pool, lengths], axis=1))
+
+    def _giver(self, head: int) -> int:
+        """The rank whose copy of the head leaves the instance."""
+        if self.tp_size <= self.model.num_kv_heads:
+            return head * self.tp_size // self.model.num_kv_heads
+        replicas = self.tp_size // self.model.num_kv_heads
+        # Heads take turns among their replicas.
+        return head * replicas + head % replicas
+
+    def _parts(
+        self, ranks: Iterable[int], pool_blocks: Sequence[int], whole: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Offsets in the pools, offsets in whole blocks, lengths: block by block, layer by layer,
+        K before V, rank by rank.
+        """
+        if len(pool_blocks) != len(whole):
+            raise ValueError(f"{len(pool_blocks)} blocks of the pool for {len(whole)} whole ones")
+        own, stride = self.rank_layout, self.model.head_stride
+        heads = [(rank, self.shard(rank).heads(self.model.num_kv_heads).start) for rank in ranks]
+        pools = np.array([rank * self.rank_stride for rank, _ in heads], dtype=np.int64)
+        firsts = np.array([head * stride for _, head in heads], dtype=np.int64)
+        inner = _layer_offsets(own, pool_blocks)[..., None] + pools
+        outer = _layer_offsets(self.model, whole)[..., None] + firsts
+        lengths = np.full(inner.size, own.kv_stride, dtype=np.int64)
+        return inner.ravel(), outer.ravel(), lengths
 
 
-def source_ranks(kv_heads: int, src_size: int, dst: Shard) -> list[int]:
-    """The source ranks that have something for `dst`, in order."""
-    ranks = (Shard(rank, src_size) for rank in range(src_size))
-    return [src.rank for src in ranks if _served_heads(kv_heads, src, dst)]
-
-
-def _served_heads(kv_heads: int, src: Shard, dst: Shard) -> range:
-    """The heads that `src` gives to `dst`; none when they share none or another replica serves."""
-    have, want = src.heads(kv_heads), dst.heads(kv_heads)
-    shared = range(max(have.start, want.start), min(have.stop, want.stop))
-    replicas = max(1, src.size // kv_heads)
-    # Destinations take turns among replicas, so that no source rank sends everything.
-    if src.rank % replicas != dst.rank % replicas:
-        return range(0)
-    return shared
-
-
-def _part_offsets(layout: KvLayout, blocks: Iterable[int], head: int) -> NDArray[np.int64]:
-    """Offsets of (layer, k|v, head) for each block, block-major, flat."""
-    block = np.fromiter(blocks, dtype=np.int64) * layout.block_bytes
+def _layer_offsets(layout: KvLayout, blocks: Sequence[int]) -> NDArray[np.int64]:
+    """Where K and V of each layer start in each block: int64 (blocks, layers, 2)."""
+    block = np.asarray(blocks, dtype=np.int64) * layout.block_bytes
     layer = np.arange(layout.num_layers, dtype=np.int64) * layout.layer_stride
     kv = np.arange(2, dtype=np.int64) * layout.kv_stride
-    parts = block[:, None, None] + layer[None, :, None] + kv[None, None, :]
-    return (parts + head * layout.head_stride).ravel()
+    offsets: NDArray[np.int64] = block[:, None, None] + layer[None, :, None] + kv[None, None, :]
+    return offsets

@@ -18,7 +18,7 @@ class Admission:
     def __init__(self, config: WorkerConfig, engine: EngineControl, buffer_blocks: int) -> None:
         self._max_queued = config.max_queued
         self._layout = engine.layout
-        self._pool_blocks = engine.layout.num_blocks_in(engine.pool.nbytes)
+        self._pool_blocks = engine.pool_map.num_blocks
         self._buffer_blocks = buffer_blocks
 
     def check(self, message: Generate, waiting: int) -> int:

@@ -2,8 +2,9 @@
 buffer.
 
 A Sender and a Receiver belong to one session between one prefill and one decode instance. Blocks of
-a nonce are put in the order in which they were reserved, whole blocks at a time. tests/contract/
-holds every transport to this file.
+a nonce are put in the order in which they were reserved, whole blocks at a time; of one block there
+may be several runs, from its first to its last byte. tests/contract/ holds every transport to this
+file.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class PrefillHandoff:
         assert sender is not None
 
         def piece(at: int, end: int) -> None:
-            runs = self._layout.block_runs(event.blocks[at:end], message.blocks[at:end])
+            runs = self._engine.pool_map.gather(event.blocks[at:end], message.blocks[at:end])
             outgoing.nbytes += sender.put(message.nonce, pool, runs)
 
         copy = Copy(

@@ -29,8 +29,7 @@ class SwapIn:
         on_copied: Callable[[DecodeRequest], None],
         on_end: Callable[[DecodeRequest, TransferError | None], None],
     ) -> None:
-        self._layout = engine.layout
-        self._pool = engine.pool
+        self._engine = engine
         self._buffer = buffer
         self._lane = lane
         self._on_copied = on_copied
@@ -46,12 +45,12 @@ class SwapIn:
         if device is None or request.queued == request.landed:
             return
         assert reservation is not None
-        cuts = split_blocks(request.queued, request.landed, self._layout.block_bytes)
+        cuts = split_blocks(request.queued, request.landed, self._buffer.block_bytes)
         request.queued = request.landed
-        source, pool = self._buffer.region, self._pool
+        source, pool, pool_map = self._buffer.region, self._engine.pool, self._engine.pool_map
 
         def piece(at: int, end: int) -> None:
-            runs = self._layout.block_runs(reservation.blocks[at:end], device[at:end])
+            runs = pool_map.scatter(reservation.blocks[at:end], device[at:end])
             copy_region(pool, source, runs)
 
         copy = Copy(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.errors import TransferError
+from runtime.kv.layout import merge_runs
 from runtime.kv.region import Region
 from runtime.transfer.base import Receiver, ReceiverEvents, Runs, Sender
 
@@ -68,7 +69,8 @@ class TcpSender(Sender):
             raise TransferError("the data connection is closed")
         _check_source(source, runs)
         view = memory(source)
-        header = _HEADER.pack(nonce, len(runs)) + np.ascontiguousarray(runs[:, 1:]).tobytes()
+        landings = _landings(runs)
+        header = _HEADER.pack(nonce, len(landings)) + landings.tobytes()
         parts = [memoryview(header)]
         parts += [view[at : at + size] for at, _, size in runs.tolist()]
         try:
@@ -103,6 +105,12 @@ def _check_source(source: Region, runs: Runs) -> None:
     starts, sizes = runs[:, 0], runs[:, 2]
     if (starts < 0).any() or (sizes <= 0).any() or (starts + sizes > source.nbytes).any():
         raise TransferError("a run lies outside of the source memory")
+
+
+def _landings(runs: Runs) -> Runs:
+    """(destination, length) of what arrives: pieces gathered into one block are one landing."""
+    joined = merge_runs(runs[:, [1, 1, 2]])
+    return np.ascontiguousarray(joined[:, 1:])
 
 
 def _shut(sock: socket.socket) -> None:

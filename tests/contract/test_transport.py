@@ -67,6 +67,22 @@ def test_merged_runs(rig: Rig) -> None:
     assert rig.bytes_of(list(range(4, 20))) == rig.pool_bytes([*range(10), *range(20, 26)])
 
 
+def test_blocks_gathered_from_many_places(rig: Rig) -> None:
+    """As from the pools of several tensor-parallel ranks: parts of a block lie far apart."""
+    part = rig.size // 6
+    parts = random.Random(2).sample(range(rig.blocks * 6), 5 * 6)
+    target = [9, 10, 3, 31, 0]
+    places = [block * rig.size + n * part for block in target for n in range(6)]
+    runs = np.array([(s * part, at, part) for s, at in zip(parts, places, strict=True)])
+    rig.receiver.expect(1, tuple(target))
+    for some in (runs[:18], runs[18:]):
+        rig.sender.put(1, rig.source, some)
+    all_landed(rig, 1, 5)
+    wanted = b"".join(rig.pool[s * part : (s + 1) * part].tobytes() for s in parts)
+    assert rig.bytes_of(target) == wanted
+    assert not rig.refused
+
+
 def test_reservations_do_not_mix(rig: Rig) -> None:
     rig.receiver.expect(1, (0, 1, 2))
     rig.receiver.expect(2, (7, 6))

@@ -1,4 +1,4 @@
-"""KV geometry against numpy: offsets, runs, and slices between tensor-parallel ranks."""
+"""KV geometry against numpy: offsets, runs, and whole blocks to and from any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from runtime.kv.layout import (
     LAYOUT_VERSION,
     K,
     KvLayout,
+    PoolMap,
     Shard,
     V,
     merge_runs,
-    slice_runs,
-    source_ranks,
 )
 
 Bytes = NDArray[np.uint8]
@@ -139,8 +138,8 @@ def test_unequal_block_lists() -> None:
     layout = KvLayout(2, 4, 1, 1, "float32")
     with pytest.raises(ValueError, match="2 source blocks for 1 destination"):
         layout.block_runs([1, 2], [1])
-    with pytest.raises(ValueError, match="2 source blocks for 1 destination"):
-        slice_runs(layout, Shard(0, 1), Shard(0, 2), [1, 2], [1])
+    with pytest.raises(ValueError, match="2 blocks of the pool for 1 whole"):
+        PoolMap(layout, 4, 2).gather([1, 2], [1])
 
 
 def test_merge_joins_only_what_continues_on_both_sides() -> None:
@@ -149,6 +148,7 @@ def test_merge_joins_only_what_continues_on_both_sides() -> None:
     assert merge_runs(runs[:0]).shape == (0, 3)
 
 
+# (KV heads, tp_size of prefill, tp_size of decode): all divisors and multiples.
 GROUPS = [
     (heads, src, dst)
     for heads in (1, 2, 3, 4, 6, 8)
@@ -157,100 +157,106 @@ GROUPS = [
 ]
 
 
-def filled_pools(model: KvLayout, size: int, blocks: int) -> tuple[Bytes, list[Bytes]]:
-    """The whole model's pool, and what each rank of a group of `size` holds of it."""
-    whole = numbered(model, blocks)
-    by_head = as_blocks(whole, model)
-    parts = []
-    for rank in range(size):
-        heads = list(Shard(rank, size).heads(model.num_kv_heads))
-        parts.append(np.ascontiguousarray(by_head[:, :, :, heads]).ravel())
-    return whole, parts
+def pools_of(whole: Bytes, pools: PoolMap) -> Bytes:
+    """What each rank holds of the whole model's blocks, as they lie in the region."""
+    by_head = as_blocks(whole, pools.model)
+    region = np.zeros(pools.nbytes, np.uint8)
+    for rank in range(pools.tp_size):
+        heads = list(pools.shard(rank).heads(pools.model.num_kv_heads))
+        part = by_head[:, :, :, heads].ravel()
+        region[rank * pools.rank_stride :][: part.size] = part
+    return region
+
+
+def writes_of(runs: NDArray[np.int64], size: int) -> Bytes:
+    """How often each byte is written."""
+    writes = np.zeros(size, np.uint8)
+    for _, target, length in runs:
+        writes[target : target + length] += 1
+    return writes
+
+
+def check_chain(model: KvLayout, sizes: tuple[int, int], lists: tuple[list[int], ...]) -> None:
+    """Prefill's pools -> whole blocks of the buffer -> decode's pools: as the whole model's KV."""
+    prefill, decode = PoolMap(model, 5, sizes[0]), PoolMap(model, 6, sizes[1])
+    src, through, dst = lists
+    whole = numbered(model, 5)
+    out = prefill.gather(src, through)
+    back = decode.scatter(through, dst)
+    buffer = np.zeros(7 * model.block_bytes, np.uint8)
+    apply(out, pools_of(whole, prefill), buffer)
+    assert np.array_equal(as_blocks(buffer, model)[through], as_blocks(whole, model)[src])
+    written = as_blocks(writes_of(out, buffer.size), model)
+    assert (written[through] == 1).all() and written.sum() == written[through].size
+
+    result = np.zeros(decode.nbytes, np.uint8)
+    apply(back, buffer, result)
+    wanted = np.zeros((6, model.block_bytes), np.uint8)
+    wanted[dst] = whole.reshape(5, -1)[src]
+    assert np.array_equal(result, pools_of(wanted.ravel(), decode))
+    assert writes_of(back, result.size).max(initial=0) <= 1
 
 
 @pytest.mark.parametrize(("heads", "src_size", "dst_size"), GROUPS)
-def test_slices_cover_every_destination_exactly_once(
-    heads: int, src_size: int, dst_size: int
-) -> None:
+def test_kv_survives_any_pair_of_tp_sizes(heads: int, src_size: int, dst_size: int) -> None:
     model = KvLayout(num_layers=2, num_kv_heads=heads, head_dim=3, block_size=2, dtype="bfloat16")
-    whole, sources = filled_pools(model, src_size, 5)
-    src_blocks, dst_blocks = [3, 0, 1, 4], [1, 4, 5, 0]
-    for rank in range(dst_size):
-        dst = Shard(rank, dst_size)
-        layout = dst.layout(model)
-        result = np.zeros(6 * layout.block_bytes, np.uint8)
-        writes = np.zeros(6 * layout.block_bytes, np.int64)
-        givers = []
-        for src_rank in range(src_size):
-            runs = slice_runs(model, Shard(src_rank, src_size), dst, src_blocks, dst_blocks)
-            apply(runs, sources[src_rank], result)
-            for _, target, length in runs:
-                writes[target : target + length] += 1
-            if len(runs):
-                givers.append(src_rank)
-        wanted = list(dst.heads(heads))
-        expected = np.zeros_like(result)
-        as_blocks(expected, layout)[dst_blocks] = as_blocks(whole, model)[src_blocks][
-            :, :, :, wanted
-        ]
-        assert np.array_equal(result, expected)
-        written = as_blocks(writes.astype(np.uint8), layout)
-        assert (written[dst_blocks] == 1).all() and written.sum() == written[dst_blocks].size
-        assert givers == source_ranks(heads, src_size, dst)
+    check_chain(model, (src_size, dst_size), ([3, 0, 1, 4], [6, 2, 3, 0], [1, 4, 5, 0]))
 
 
 @settings(max_examples=60)
 @given(layouts, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3]), st.data())
-def test_slices_of_any_layout(
+def test_kv_survives_in_any_layout(
     base: KvLayout, src_split: int, dst_split: int, data: st.DataObject
 ) -> None:
     heads = base.num_kv_heads * src_split * dst_split
     model = KvLayout(base.num_layers, heads, base.head_dim, base.block_size, base.dtype)
-    whole, sources = filled_pools(model, src_split, 4)
-    count = data.draw(st.integers(0, 4))
-    src_blocks = data.draw(st.permutations(range(4)))[:count]
-    dst_blocks = data.draw(st.permutations(range(4)))[:count]
-    dst = Shard(data.draw(st.integers(0, dst_split - 1)), dst_split)
-    layout = dst.layout(model)
-    result = np.zeros(4 * layout.block_bytes, np.uint8)
-    for rank in range(src_split):
-        runs = slice_runs(model, Shard(rank, src_split), dst, src_blocks, dst_blocks)
-        apply(runs, sources[rank], result)
-    expected = np.zeros_like(result)
-    if count:
-        wanted = list(dst.heads(heads))
-        as_blocks(expected, layout)[dst_blocks] = as_blocks(whole, model)[src_blocks][
-            :, :, :, wanted
-        ]
-    assert np.array_equal(result, expected)
+    count = data.draw(st.integers(0, 5))
+    lists = tuple(data.draw(st.permutations(range(n)))[:count] for n in (5, 7, 6))
+    check_chain(model, (src_split, dst_split), lists)
 
 
-def test_equal_groups_move_whole_blocks() -> None:
+@pytest.mark.parametrize(("heads", "size"), [(4, 1), (4, 2), (4, 4), (2, 8)])
+def test_blocks_leave_in_order_of_their_bytes(heads: int, size: int) -> None:
+    """Transports may then send a block's parts as one stream."""
+    model = KvLayout(3, heads, 4, 2, "float32")
+    runs = PoolMap(model, 8, size).gather([7, 2, 3], [1, 5, 0])
+    at = [byte for _, start, length in runs.tolist() for byte in range(start, start + length)]
+    size = model.block_bytes
+    assert at == [byte for block in (1, 5, 0) for byte in range(block * size, (block + 1) * size)]
+
+
+def test_one_rank_moves_whole_blocks() -> None:
     model = KvLayout(30, 8, 64, 16, "float32")
-    rank = Shard(1, 4)
-    runs = slice_runs(model, rank, rank, [7, 8], [2, 3])
-    size = rank.layout(model).block_bytes
-    assert runs.tolist() == [[7 * size, 2 * size, 2 * size]]
+    size, pools = model.block_bytes, PoolMap(model, 10)
+    assert pools.gather([7, 8], [2, 3]).tolist() == [[7 * size, 2 * size, 2 * size]]
+    assert pools.scatter([2, 3], [7, 8]).tolist() == [[2 * size, 7 * size, 2 * size]]
+    assert pools.nbytes == 10 * size
 
 
-def test_a_slice_is_one_run_per_layer_and_kind() -> None:
+def test_a_rank_moves_one_run_per_layer_and_kind() -> None:
     model = KvLayout(30, 8, 64, 16, "float32")
-    runs = slice_runs(model, Shard(0, 1), Shard(3, 4), [5], [6])
-    assert len(runs) == 2 * model.num_layers
-    assert set(runs[:, 2]) == {2 * model.head_stride}
+    for runs in (PoolMap(model, 9, 4).gather([5], [6]), PoolMap(model, 9, 4).scatter([6], [5])):
+        assert len(runs) == 4 * 2 * model.num_layers
+        assert set(runs[:, 2]) == {2 * model.head_stride}
 
 
-def test_replicas_share_the_sending() -> None:
-    # 2 heads on 8 source ranks: head 0 on ranks 0-3, head 1 on 4-7.
-    assert [source_ranks(2, 8, Shard(rank, 8)) for rank in range(8)] == [[r] for r in range(8)]
-    assert [source_ranks(2, 8, Shard(rank, 2)) for rank in range(2)] == [[0], [5]]
-    assert source_ranks(2, 8, Shard(0, 1)) == [0, 4]
+def test_each_pool_starts_on_a_page() -> None:
+    pools = PoolMap(KvLayout(1, 2, 3, 5, "bfloat16"), 7, 2)
+    assert pools.rank_layout.block_bytes * 7 == 420
+    assert (pools.rank_stride, pools.nbytes) == (4096, 8192)
+
+
+def test_heads_leave_from_different_replicas() -> None:
+    # 2 heads on 8 ranks: head 0 on ranks 0-3, head 1 on 4-7.
+    pools = PoolMap(KvLayout(1, 2, 4, 4, "float32"), 4, 8)
+    sources = pools.gather([0], [0])[:, 0] // pools.rank_stride
+    assert sources.tolist() == [0, 5, 0, 5]
 
 
 @pytest.mark.parametrize(("heads", "size"), [(3, 2), (4, 3), (2, 3), (4, 6)])
 def test_groups_that_do_not_divide(heads: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"tp_size {size} .* {heads} KV heads"):
-        Shard(0, size).heads(heads)
+        PoolMap(KvLayout(1, heads, 1, 1, "float32"), 1, size)
 
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])

@@ -70,6 +70,26 @@ def test_the_answer_is_that_of_one_engine_and_says_how_it_was_served(
     run(kind, scenario)
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2), (4, 2), (1, 4)])
+def test_kv_reaches_the_ranks_of_instances_of_unequal_size(
+    kind: str, sizes: tuple[int, int]
+) -> None:
+    """The engine fails a request whose KV differs on any rank; it has two KV heads."""
+
+    async def scenario(both: Pair) -> None:
+        prompts = [prompt(1 + 11 * n, n) for n in range(6)]
+        ids = [both.decode.ask(p, max_tokens=3) for p in prompts]
+        for id_, p in zip(ids, prompts, strict=True):
+            last = await both.decode.answer(id_)
+            assert isinstance(last, Tokens), last
+            assert both.decode.tokens_of(id_) == expected(p, 3)
+            # Each head crosses once, on however many ranks it is.
+            assert last.served is not None
+            assert last.served.kv_bytes == -(-len(p) // BLOCK_SIZE) * BLOCK_BYTES
+
+    run(kind, scenario, tp_sizes=sizes)
+
+
 def test_many_at_once_share_a_small_buffer(kind: str) -> None:
     async def scenario(both: Pair) -> None:
         prompts = [prompt(1 + 7 * n % 60, n) for n in range(60)]
