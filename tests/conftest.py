@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Tests that compute with torch share the cores with the deployments they test. Set before torch is
+# imported, and for the same reason as in the engine core (docs/decisions/0002).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 
 def _default_model() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
