@@ -15,13 +15,24 @@ import typer
 
 from pdctl import __version__
 from pdctl.bench.cli import bench_command
-from pdctl.cli_edge import AsJson, advise, errors_as, mute_stdout, print_json, save_traceback
+from pdctl.cli_edge import (
+    AsJson,
+    FileOption,
+    HostOption,
+    advise,
+    errors_as,
+    mute_stdout,
+    print_json,
+    save_traceback,
+    where,
+)
 from pdctl.cli_files import init, model_app, validate
 from pdctl.errors import (
     EXIT_DEGRADED,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_UNREACHABLE,
     PdctlError,
 )
 
@@ -158,6 +169,8 @@ def plan(
 @app.command()
 def status(
     name: Name = None,
+    file: FileOption = None,
+    host: HostOption = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Again every 2 seconds, until Ctrl-C.")
     ] = False,
@@ -165,26 +178,28 @@ def status(
 ) -> None:
     """Show what runs where, its health and the KV moved.
 
-    Exits with 3 when not everything is healthy. With --watch --json, one document a line.
+    Exits with 3 when not everything is healthy, with 5 when a host cannot be reached. With --watch
+    --json, one document a line.
     """
     from pdctl import ops
     from pdctl.documents import status_text
     from pdctl.output import Screen, json_line
 
-    screen = Screen.of(sys.stdout)
+    screen, place = Screen.of(sys.stdout), where(file, host)
     with errors_as(as_json):
-        deployment = ops.resolve_name(name)
         while watch:
-            found = ops.status(deployment)
+            found = ops.status(name, place)
             clear = "\x1b[H\x1b[2J" if screen.live and not as_json else ""
             text = json_line(found.to_json()) if as_json else status_text(found, screen)
             typer.echo(clear + text)
             time.sleep(WATCH_S)
-        found = ops.status(deployment)
+        found = ops.status(name, place)
     if as_json:
         print_json(found.to_json())
     else:
         typer.echo(status_text(found, screen))
+    if found.unreachable:
+        raise typer.Exit(EXIT_UNREACHABLE)
     raise typer.Exit(EXIT_OK if found.healthy else EXIT_DEGRADED)
 
 
@@ -200,15 +215,16 @@ def logs(
         int, typer.Option("--lines", "-n", min=0, help="Last lines of each service.")
     ] = 50,
     name: NameOption = None,
+    file: FileOption = None,
+    host: HostOption = None,
 ) -> None:
     """Show the logs of all services, or of some."""
     from pdctl import ops
     from pdctl.output import Screen
 
     screen = Screen.of(sys.stdout)
-    deployment = name or ops.resolve_name(None)
-    wanted = services or []
-    for entry in ops.logs(deployment, wanted, lines, follow=follow):
+    wanted, place = services or [], where(file, host)
+    for entry in ops.logs(name, wanted, lines, follow=follow, where=place):
         prefix = "" if len(wanted) == 1 else screen.paint(f"{entry.service:<10} | ", "dim")
         typer.echo(f"{prefix}{entry.line}")
         if follow:
@@ -226,6 +242,12 @@ def down(
             help="How long running requests may go on. Default: the topology's drain_timeout.",
         ),
     ] = None,
+    orphans: Annotated[
+        bool,
+        typer.Option("--orphans", help="Only services that the topology does not name any more."),
+    ] = False,
+    file: FileOption = None,
+    host: HostOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Stop a deployment; prove that nothing is left.
@@ -235,19 +257,24 @@ def down(
     from pdctl import ops
     from pdctl.output import Progress, duration, print_warning
 
+    stop = ops.down_orphans if orphans else ops.down
     with errors_as(as_json), Progress() as report:
         # A name is taken as it is: stopping what is already down is no mistake.
-        result = ops.down(name or ops.resolve_name(None), timeout, report)
+        result = stop(name, timeout, report, where(file, host))
     if as_json:
         print_json(result.to_json())
     else:
-        for note in result.notes:
+        for note in (*result.notes, *result.unreachable.values()):
             print_warning(note, sys.stderr)
         what = "is down" if result.ok else "is NOT down: see above"
         how = f"{len(result.services)} stopped, {duration(result.seconds)}"
-        typer.echo(
-            f"{result.name} {what}  ({how})" if result.services else f"{result.name} is not running"
-        )
+        if orphans:
+            typer.echo(f"orphans of {result.name}: {how}")
+        else:
+            running = result.services or not result.ok
+            typer.echo(
+                f"{result.name} {what}  ({how})" if running else f"{result.name} is not running"
+            )
     raise typer.Exit(EXIT_OK if result.ok else EXIT_FAILED)
 
 

@@ -8,14 +8,42 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pdctl import __version__
 from pdctl.errors import PdctlError
 
+if TYPE_CHECKING:
+    from pdctl.find import Where
+
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+FileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="TOPOLOGY",
+        help="Look where this topology says, instead of what this machine remembers.",
+    ),
+]
+HostOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host",
+        metavar="ADDRESS[,..]",
+        help="Look there: one host of the deployment leads to all others.",
+    ),
+]
+
+
+def where(file: Path | None, host: str | None) -> Where:
+    from pdctl.find import Where
+
+    return Where(file, tuple(h for h in (host or "").split(",") if h))
 
 
 @contextlib.contextmanager

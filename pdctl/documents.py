@@ -152,7 +152,7 @@ def status_text(found: DeploymentStatus, screen: Screen) -> str:
     if found.services:
         parts.append(table(_COLUMNS, [_service(s, screen) for s in found.services], screen))
     notes = [f"{s.name}: {s.reason}" for s in found.services if s.reason]
-    return "\n".join([*parts, *notes])
+    return "\n".join([*parts, *notes, *found.unreachable.values()])
 
 
 def _service(service: ServiceStatus, screen: Screen) -> list[Cell | str]:

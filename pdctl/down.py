@@ -13,7 +13,8 @@ from typing import Any
 
 from pdctl import state
 from pdctl.events import Event, Report
-from pdctl.fleet import Fleet, known_addresses, opened
+from pdctl.find import ANYWHERE, Where, located, locked, whereabouts
+from pdctl.fleet import Fleet, Names
 from pdctl.preflight import describe_port
 from pdctl.records import ServiceRecord
 
@@ -41,11 +42,13 @@ class DownResult:
     name: str
     services: tuple[StoppedService, ...]
     notes: tuple[str, ...]
+    unreachable: dict[str, str]
+    """Host -> why nothing was stopped there."""
     seconds: float
 
     @property
     def ok(self) -> bool:
-        return not any(s.problems for s in self.services)
+        return not self.unreachable and not any(s.problems for s in self.services)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,45 +68,90 @@ class DownResult:
                 for s in self.services
             ],
             "notes": list(self.notes),
+            "unreachable": self.unreachable,
             "seconds": round(self.seconds, 3),
         }
 
 
-def down(name: str, timeout_s: float | None, report: Report) -> DownResult:
+def down(
+    name: str | None, timeout_s: float | None, report: Report, where: Where = ANYWHERE
+) -> DownResult:
     """Stop everything of the deployment; the router first, so that nothing new comes in.
 
     Services have `timeout_s` to finish their requests; None: the topology's drain_timeout.
     """
     begun = time.monotonic()
-    known = state.recall(name) or state.KnownDeployment(name, "")
-    # Beyond the drain a service needs a moment to end by itself.
-    grace_s = timeout_s if timeout_s is not None else known.drain_timeout_s + END_S
-    services: list[StoppedService] = []
-    notes: list[str] = []
-    with (
-        opened(known_addresses(name)) as hosts,
-        Fleet(name, hosts, purpose="down", wait_s=LOCK_WAIT_S) as fleet,
-    ):
+    known = whereabouts(name, where)
+    with locked(known, purpose="down", wait_s=LOCK_WAIT_S) as (fleet, lost):
         records = fleet.observe()
-        for wave in _waves(records):
-            told = {s.name for s in services}
-            for record in records:
-                if record.name not in told and (wave is None or record.name in wave):
-                    report(Event("stop", record.state, record.name, record.host))
-            for found in fleet.stop(wave, grace_s):
-                stopped, others = _judge(name, found, records)
-                services.append(stopped)
-                notes += others
-                if stopped.problems or stopped.name not in told:
-                    report(_told(stopped))
-        result = DownResult(name, _last_each(services), tuple(notes), time.monotonic() - begun)
-        if result.ok:
+        services, notes = _stop(fleet, records, _waves(records), _grace_s(known, timeout_s), report)
+        unreachable = {key: str(error) for key, error in lost.items()}
+        seconds = time.monotonic() - begun
+        result = DownResult(known.name, services, notes, unreachable, seconds)
+        if not any(s.problems for s in services):
             fleet.purge(None)
-            state.forget(name)
+        if result.ok:
+            state.forget(known.name)
     return result
 
 
-def _waves(records: Sequence[ServiceRecord]) -> list[list[str] | None]:
+def down_orphans(
+    name: str | None, timeout_s: float | None, report: Report, where: Where = ANYWHERE
+) -> DownResult:
+    """Stop the services that the topology does not name any more; leave all others."""
+    begun = time.monotonic()
+    with located(name, where) as found:
+        known, unreachable = found.known, {k: str(e) for k, e in found.unreachable.items()}
+    with locked(known, purpose="down --orphans", wait_s=LOCK_WAIT_S) as (fleet, _):
+        records = [r for r in fleet.observe() if found.is_orphan(r)]
+        names: dict[str, list[str]] = {}
+        for record in records:
+            names.setdefault(record.host, []).append(record.name)
+        services, notes = _stop(fleet, records, [names], _grace_s(known, timeout_s), report)
+        seconds = time.monotonic() - begun
+        result = DownResult(known.name, services, notes, unreachable, seconds)
+        if not any(s.problems for s in services):
+            fleet.purge(names)
+    return result
+
+
+def _grace_s(known: state.KnownDeployment, timeout_s: float | None) -> float:
+    """Beyond the drain a service needs a moment to end by itself."""
+    return timeout_s if timeout_s is not None else known.drain_timeout_s + END_S
+
+
+def _stop(
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    waves: Sequence[Names],
+    grace_s: float,
+    report: Report,
+) -> tuple[tuple[StoppedService, ...], tuple[str, ...]]:
+    """What became of each service, and notes on what others hold."""
+    name = fleet.deployment
+    services: list[StoppedService] = []
+    notes: list[str] = []
+    for wave in waves:
+        told = {s.name for s in services}
+        for record in records:
+            if record.name not in told and _is_in(record, wave):
+                report(Event("stop", record.state, record.name, record.host))
+        for found in fleet.stop(wave, grace_s):
+            stopped, others = _judge(name, found, records)
+            services.append(stopped)
+            notes += others
+            if stopped.problems or stopped.name not in told:
+                report(_told(stopped))
+    return _last_each(services), tuple(notes)
+
+
+def _is_in(record: ServiceRecord, wave: Names) -> bool:
+    if isinstance(wave, Mapping):
+        return record.name in wave.get(record.host, ())
+    return wave is None or record.name in wave
+
+
+def _waves(records: Sequence[ServiceRecord]) -> list[Names]:
     """Names to stop together. The last wave is everything: also what has marks but no record."""
     routers = [r.name for r in records if r.spec and r.spec.role == "router" and r.alive]
     return [routers, None] if routers else [None]

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pdctl import state
 from pdctl.agent import CALL_TIMEOUT_S, Session, shim_call
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
@@ -20,6 +19,8 @@ from pdctl.ssh import SshHost
 
 T = TypeVar("T")
 R = TypeVar("R")
+Names = Sequence[str] | Mapping[str, Sequence[str]] | None
+"""Services: by name wherever they are, by the key of their host, or all."""
 
 
 @contextlib.contextmanager
@@ -37,12 +38,6 @@ def opened(addresses: Mapping[str, str | None]) -> Iterator[dict[str, Host]]:
     finally:
         for host in by_address.values():
             host.close()
-
-
-def known_addresses(name: str) -> dict[str, str | None]:
-    """Hosts a deployment may be on: those its `up`s touched, or this machine."""
-    known = state.recall(name)
-    return known.hosts if known and known.hosts else {"local": None}
 
 
 def machines(hosts: Iterable[Host]) -> list[Host]:
@@ -100,15 +95,24 @@ class Fleet:
     ) -> list[tuple[str, dict[str, Any]]]:
         return on_all(self.sessions, lambda s: (s.host.name, do(s)))
 
-    def stop(self, names: Sequence[str] | None, grace_s: float) -> list[dict[str, Any]]:
-        """Stop these services (None: all) wherever they are; what was found afterwards."""
-        payload = {"services": names, "timeout": grace_s}
-        limit = grace_s + CALL_TIMEOUT_S
-        answers = self.on_sessions(lambda s: s.call("stop", payload, timeout=limit))
+    def stop(self, names: Names, grace_s: float) -> list[dict[str, Any]]:
+        """Stop these services; what was found afterwards."""
+
+        def stop(session: Session) -> dict[str, Any]:
+            payload = {"services": self._there(session, names), "timeout": grace_s}
+            return session.call("stop", payload, timeout=grace_s + CALL_TIMEOUT_S)
+
+        answers = self.on_sessions(stop)
         return [{**report, "host": host} for host, a in answers for report in a["services"]]
 
-    def purge(self, names: Sequence[str] | None) -> None:
-        self.on_sessions(lambda s: s.call("purge", {"services": names}))
+    def purge(self, names: Names) -> None:
+        self.on_sessions(lambda s: s.call("purge", {"services": self._there(s, names)}))
+
+    def _there(self, session: Session, names: Names) -> Sequence[str] | None:
+        if not isinstance(names, Mapping):
+            return names
+        keys = [key for key, host in self.hosts.items() if host is session.host]
+        return sorted({name for key in keys for name in names.get(key, ())})
 
     def tail(self, service: str, lines: int) -> list[str]:
         payload = {"services": [service], "lines": lines}

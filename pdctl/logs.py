@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdctl.agent import request_text, shim_argv, shim_call
 from pdctl.errors import PdctlError, UsageError
-from pdctl.fleet import known_addresses, look, machines, opened
+from pdctl.find import ANYWHERE, Where, located
 from pdctl.hosts import Channel, Host
 
 
@@ -20,17 +20,20 @@ class LogLine:
     line: str
 
 
-def logs(name: str, services: Sequence[str], lines: int, *, follow: bool) -> Iterator[LogLine]:
+def logs(
+    name: str | None, services: Sequence[str], lines: int, *, follow: bool, where: Where = ANYWHERE
+) -> Iterator[LogLine]:
     """The last `lines` of each service (none named: all); with `follow`, then new ones for ever.
 
     After `down` the last lines of the services that were stopped are still there.
     """
-    with opened(known_addresses(name)) as by_key:
-        hosts = machines(by_key.values())
+    with located(name, where) as found:
         if follow:
-            yield from _follow(name, services, lines, hosts)
+            known = [r.name for r in found.records]
+            _check(found.name, services, known)
+            yield from _follow(found.name, services or known, lines, found.reachable())
         else:
-            yield from _last(name, services, lines, hosts)
+            yield from _last(found.name, services, lines, found.reachable())
 
 
 def _last(
@@ -57,14 +60,11 @@ def _check(name: str, services: Sequence[str], known: Sequence[str] | dict[str, 
 def _follow(
     name: str, services: Sequence[str], lines: int, hosts: Sequence[Host]
 ) -> Iterator[LogLine]:
-    known = [r.name for r in look(hosts, name)]
-    _check(name, services, known)
     arrived: queue.Queue[LogLine | PdctlError | None] = queue.Queue(maxsize=1000)
     channels = [host.channel(shim_argv(host, "follow")) for host in hosts]
     try:
         for host, channel in zip(hosts, channels, strict=True):
-            wanted = list(services) or known
-            payload = {"deployment": name, "services": wanted, "lines": lines}
+            payload = {"deployment": name, "services": list(services), "lines": lines}
             channel.send(request_text(host, "follow", payload))
             threading.Thread(target=_pump, args=(channel, arrived), daemon=True).start()
         for _ in channels:

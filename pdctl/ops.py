@@ -1,17 +1,18 @@
 """What the command line can do to deployments: the façade over its parts.
 
 plan_up, up        bring a deployment to what its topology says
-down               stop it and prove that nothing is left
+down, down_orphans stop it and prove that nothing is left; or only what the topology lost
 status, logs       look at it
 deployments, resolve_name   which there are, and which one is meant
 """
 
 from __future__ import annotations
 
-from pdctl.down import DownResult, StoppedService, down
+from pdctl.down import DownResult, StoppedService, down, down_orphans
 from pdctl.events import Event, EventKind, Report, silent
+from pdctl.find import Where, deployments, resolve_name
 from pdctl.logs import LogLine, logs
-from pdctl.status import DeploymentStatus, ServiceStatus, deployments, resolve_name, status
+from pdctl.status import DeploymentStatus, ServiceStatus, status
 from pdctl.up import UpOptions, UpResult, plan_up, up
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "StoppedService",
     "UpOptions",
     "UpResult",
+    "Where",
     "deployments",
     "down",
+    "down_orphans",
     "logs",
     "plan_up",
     "silent",

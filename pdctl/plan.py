@@ -130,7 +130,11 @@ def _step(service: ServiceSpec, now: ObservedService | None) -> Step:
 def _removal(deployment: str, now: ObservedService) -> Step:
     # The role of an unreadable record is not known, and does not matter for stopping it.
     service = now.spec or ServiceSpec(deployment, now.name, "mixed", now.host, argv=())
-    return Step("remove", service, "not in the topology" if now.alive else "left over, not running")
+    return Step(
+        "remove",
+        service,
+        "orphan: not in the topology" if now.alive else "orphan: left over, not running",
+    )
 
 
 def _differences(old: ServiceSpec | None, new: ServiceSpec) -> list[str]:

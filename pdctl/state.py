@@ -1,7 +1,7 @@
-"""The local cache of deployments: which hosts each one touched, and where its topology was.
+"""What `up` remembers of a deployment as a whole, and the cache of that on this machine.
 
-Only a cache: the truth lies on the hosts, and local ones are found without it. So that `down`
-works after the file was edited. A missing or broken entry is no error.
+Only a cache: every host of the deployment has the same record, and local ones are found without
+it. A missing or broken entry is no error.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 SCHEMA = 1
 
@@ -24,6 +25,24 @@ class KnownDeployment:
     """Topology's key -> address; None: this machine."""
     drain_timeout_s: float = 30.0
     """How long `down` lets requests finish when it is not told."""
+    machine: str = ""
+    """Who ran `up`, and where: the machine that an address of None means."""
+    services: tuple[tuple[str, str], ...] = ()
+    """(host, name) of all that the topology wanted."""
+    at: float = 0.0
+    """Unix time of that `up`, on the machine it ran on."""
+
+    @staticmethod
+    def parse(entry: dict[str, Any]) -> KnownDeployment | None:
+        """None for what another version of pdctl wrote in another form."""
+        names = {f.name for f in fields(KnownDeployment)}
+        try:
+            known = KnownDeployment(**{key: entry[key] for key in names & entry.keys()})
+            hosts = {str(k): None if a is None else str(a) for k, a in known.hosts.items()}
+            pairs = tuple((str(host), str(name)) for host, name in known.services)
+            return replace(known, hosts=hosts, services=pairs)
+        except (TypeError, ValueError, AttributeError):
+            return None
 
 
 def state_dir() -> Path:
@@ -48,11 +67,11 @@ def remember(known: KnownDeployment) -> str:
 def recall(name: str) -> KnownDeployment | None:
     try:
         entry = json.loads((state_dir() / f"{name}.json").read_text())
-        if entry.pop("schema") != SCHEMA:
-            return None
-        return KnownDeployment(**entry)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError):
         return None
+    if not isinstance(entry, dict) or entry.get("schema") != SCHEMA:
+        return None
+    return KnownDeployment.parse(entry)
 
 
 def names() -> tuple[str, ...]:

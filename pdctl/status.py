@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pdctl import state
 from pdctl.agent import shim_call
 from pdctl.errors import UsageError
-from pdctl.fleet import known_addresses, look, machines, on_all, opened
+from pdctl.find import ANYWHERE, Where, deployments, located
+from pdctl.fleet import machines, on_all
 from pdctl.health import get_json, probe_ready
-from pdctl.hosts import Host, LocalHost
+from pdctl.hosts import Host
 from pdctl.records import ServiceRecord
 
 Health = Literal["healthy", "starting", "unready", "down"]
@@ -53,6 +53,8 @@ class ServiceStatus:
     """What the ledger holds now."""
     requests: int | None = None
     """Finished since the start."""
+    orphan: bool = False
+    """The topology has no such service any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,13 @@ class DeploymentStatus:
     endpoint: str
     """Base URL for clients: the router's."""
     services: tuple[ServiceStatus, ...]
+    unreachable: dict[str, str] = field(default_factory=dict)
+    """Host -> why nothing is known of what runs there."""
 
     @property
     def healthy(self) -> bool:
-        return bool(self.services) and all(s.health == "healthy" for s in self.services)
+        well = all(s.health == "healthy" for s in self.services)
+        return bool(self.services) and well and not self.unreachable
 
     @property
     def kv_bytes(self) -> int:
@@ -79,42 +84,27 @@ class DeploymentStatus:
             "healthy": self.healthy,
             "kv_bytes": self.kv_bytes,
             "services": [{**asdict(s), "strays": list(s.strays)} for s in self.services],
+            "unreachable": self.unreachable,
         }
 
 
-def deployments() -> tuple[str, ...]:
-    """Names known on this machine: by records here, or by an `up` from here to other hosts."""
-    here = {r.deployment for r in look([LocalHost()], None)}
-    known = (state.recall(name) for name in state.names())
-    return tuple(sorted(here | {k.name for k in known if k and any(k.hosts.values())}))
-
-
-def resolve_name(name: str | None) -> str:
-    """The given name, or that of the only deployment. Raises UsageError naming those there are."""
-    if name is not None:
-        return name
-    found = deployments()
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise UsageError("there is no deployment here", hint="start one: `pdctl up TOPOLOGY`")
-    raise UsageError(
-        f"there are {len(found)} deployments: {', '.join(found)}", hint="name one of them"
-    )
-
-
-def status(name: str) -> DeploymentStatus:
+def status(name: str | None, where: Where = ANYWHERE) -> DeploymentStatus:
     """Ask the hosts and every service, all at once. Raises UsageError when there is nothing."""
-    with opened(known_addresses(name)) as hosts:
-        records = look(hosts.values(), name)
-        in_router = _router_view(records, hosts.values())
-    if not records:
+    with located(name, where) as found:
+        records, name = found.records, found.name
+        in_router = _router_view(records, found.reachable())
+    if not records and not found.unreachable:
         others = deployments()
         hint = f"there are: {', '.join(others)}" if others else "start one: `pdctl up TOPOLOGY`"
         raise UsageError(f"there is no deployment {name}", hint=hint)
-    with ThreadPoolExecutor(max_workers=min(32, len(records))) as pool:
-        services = tuple(pool.map(lambda r: _service(r, in_router), records))
-    return DeploymentStatus(name, _endpoint(services), tuple(sorted(services, key=_order)))
+    with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
+        services = tuple(pool.map(lambda r: _service(r, in_router, found.is_orphan(r)), records))
+    return DeploymentStatus(
+        name,
+        _endpoint(services),
+        tuple(sorted(services, key=_order)),
+        {key: str(error) for key, error in found.unreachable.items()},
+    )
 
 
 def _order(service: ServiceStatus) -> tuple[int, str, int]:
@@ -145,8 +135,12 @@ def _router_view(
     return {i["name"]: i for i in found if "name" in i} if isinstance(found, list) else {}
 
 
-def _service(record: ServiceRecord, in_router: Mapping[str, Mapping[str, Any]]) -> ServiceStatus:
+def _service(
+    record: ServiceRecord, in_router: Mapping[str, Mapping[str, Any]], orphan: bool
+) -> ServiceStatus:
     health, reason = _health(record, in_router.get(record.name, {}))
+    if orphan:
+        reason = "; ".join(filter(None, ["orphan: not in the topology any more", reason]))
     spec, last = record.spec, record.exit
     ledger: dict[str, Any] = {}
     if spec and spec.role != "router" and health in ("healthy", "unready"):
@@ -177,6 +171,7 @@ def _service(record: ServiceRecord, in_router: Mapping[str, Mapping[str, Any]]) 
         idle=ledger.get("idle"),
         held={key: value for key, value in held.items() if value},
         requests=int(finished) if finished is not None else None,
+        orphan=orphan,
     )
 
 

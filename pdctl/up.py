@@ -21,7 +21,8 @@ from pdctl import command, models, preflight, state, topology
 from pdctl.agent import shim_call
 from pdctl.errors import ServiceFailed
 from pdctl.events import Event, Report
-from pdctl.fleet import Fleet, look, machines, on_all, opened
+from pdctl.find import Where, located, locked, register, whereabouts
+from pdctl.fleet import Fleet, on_all
 from pdctl.hosts import Host
 from pdctl.launch import Launch
 from pdctl.plan import Plan, allocate_ports, make_plan
@@ -65,10 +66,11 @@ class UpResult:
 def plan_up(path: Path, report: Report) -> Plan:
     """What `up` would do now. Takes no lock and changes nothing."""
     wanted = _read(path, report)
-    with opened(wanted.addresses) as hosts:
-        records = look(hosts.values(), wanted.topology.name)
-        probes = on_all(machines(hosts.values()), lambda h: (h.name, shim_call(h, "probe", {})))
-        return _plan(wanted, hosts, records, dict(probes))
+    with located(None, Where(file=path)) as found:
+        if found.unreachable:
+            raise next(iter(found.unreachable.values()))
+        probes = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", {})))
+        return _plan(wanted, found.hosts, found.records, dict(probes))
 
 
 def up(path: Path, options: UpOptions, report: Report) -> UpResult:
@@ -78,14 +80,16 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
     name = wanted.topology.name
     with (
         _terminated_like_interrupted(),
-        opened(wanted.addresses) as hosts,
-        Fleet(name, hosts, purpose="up", wait_s=LOCK_WAIT_S) as fleet,
+        locked(wanted.known, purpose="up", wait_s=LOCK_WAIT_S) as (fleet, lost),
     ):
+        for error in lost.values():
+            report(Event("note", str(error)))
         records = fleet.observe()
         probes = dict(fleet.on_sessions(lambda s: s.call("probe", {})))
-        plan = _plan(wanted, hosts, records, probes)
+        plan = _plan(wanted, fleet.hosts, records, probes)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         _check(wanted, fleet, plan, records)
+        register(fleet, wanted.known)
         _remember(wanted, report)
         launch = Launch(fleet, plan, values, report)
         succeeded = False
@@ -123,8 +127,8 @@ class Wanted:
     topology: topology.Topology
     path: Path
     model: models.ResolvedModel
-    addresses: Mapping[str, str | None]
-    """Hosts of the topology, and those an earlier one used: what is left there is removed."""
+    known: state.KnownDeployment
+    """With its hosts, and those an earlier `up` used: what is left there is removed."""
 
 
 def _read(path: Path, report: Report) -> Wanted:
@@ -133,9 +137,7 @@ def _read(path: Path, report: Report) -> Wanted:
         report(Event("note", warning))
     t = loaded.topology
     model = models.resolve(t.model, path.resolve().parent)
-    known = state.recall(t.name)
-    used = {key: None if t.hosts[key].local else t.hosts[key].address for key in t.used_hosts()}
-    return Wanted(t, path, model, {**(known.hosts if known else {}), **used})
+    return Wanted(t, path, model, whereabouts(None, Where(file=path)))
 
 
 def _plan(
@@ -176,11 +178,9 @@ def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRe
 
 
 def _remember(wanted: Wanted, report: Report) -> None:
-    t = wanted.topology
-    path, hosts = str(wanted.path.resolve()), dict(wanted.addresses)
-    error = state.remember(state.KnownDeployment(t.name, path, hosts, t.drain_timeout))
+    error = state.remember(wanted.known)
     if error:
-        report(Event("note", f"cannot remember {t.name} on this machine: {error}"))
+        report(Event("note", f"cannot remember {wanted.known.name} on this machine: {error}"))
 
 
 @contextlib.contextmanager

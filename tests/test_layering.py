@@ -26,6 +26,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "hosts ssh records",
         "agent health preflight",
         "fleet",
+        "find",
         "launch up down logs status",
         "ops output documents",
         "bench",

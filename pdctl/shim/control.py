@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from . import probe
+from .deployment import forget_when_empty
 from .files import Refused, private_dir, write_json, write_private
 from .procs import MARKER, Proc, marked, send
 from .service import OWN_FILES, Service, service_names
@@ -54,8 +55,7 @@ def start(base: str, request: dict[str, Any]) -> dict[str, Any]:
         except (OSError, Refused):
             if fresh:
                 shutil.rmtree(service.dir, ignore_errors=True)
-                with contextlib.suppress(OSError):  # others are in it
-                    os.rmdir(os.path.dirname(service.dir))
+                forget_when_empty(base, service.deployment)
             raise
         _launch(service, lock)
     finally:
@@ -249,8 +249,7 @@ def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
     for s in services:
         if os.path.isdir(s.dir):
             shutil.rmtree(s.dir)
-    with contextlib.suppress(OSError):  # other services are in it, or it was never made
-        os.rmdir(os.path.join(base, deployment))
+    forget_when_empty(base, deployment)
     return {"purged": sorted(names)}
 
 

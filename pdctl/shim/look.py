@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from . import deployment as deployments
 from .files import checked
 from .procs import marked
 from .service import Service, deployment_names, service_names
@@ -54,7 +55,10 @@ def token(base: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def status(base: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Services of one deployment, or of all. `scan` looks for strays too, in all of /proc."""
+    """Services of one deployment, or of all, and what is known of each deployment as a whole.
+
+    `scan` looks for strays too, in all of /proc.
+    """
     wanted = request.get("deployment")
     names = deployment_names(base) if wanted is None else [wanted]
     found = []
@@ -62,4 +66,4 @@ def status(base: str, request: dict[str, Any]) -> dict[str, Any]:
         marks = marked(os.path.join(base, name)) if request.get("scan", True) else None
         known = service_names(base, name)
         found += [Service(base, name, n).describe(marks) for n in known]
-    return {"services": found}
+    return {"services": found, "deployments": {n: deployments.known(base, n) for n in names}}

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import control, look, probe
+from . import control, deployment, look, probe
 from .files import DeploymentLock, Refused, base_of
 from .service import Service
 from .supervise import Supervisor
@@ -28,6 +28,7 @@ READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "tail": look.tails,
 }
 CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
+    "register": deployment.register,
     "start": control.start,
     "stop": control.stop,
     "purge": control.purge,
@@ -53,17 +54,17 @@ class Session:
         what = request["do"]
         if what in READING:
             return READING[what](base, request)
-        deployment = request.get("deployment") or request["spec"]["deployment"]
+        name = request.get("deployment") or request["spec"]["deployment"]
         if what == "lock":
-            self._lock(base, deployment, request)
+            self._lock(base, name, request)
             return {}
-        if deployment in self.locks:
+        if name in self.locks:
             return CHANGING[what](base, request)
-        self._lock(base, deployment, request)
+        self._lock(base, name, request)
         try:
             return CHANGING[what](base, request)
         finally:
-            self.locks.pop(deployment).release()
+            self.locks.pop(name).release()
 
     def _lock(self, base: str, deployment: str, request: dict[str, Any]) -> None:
         lock = DeploymentLock(base, deployment)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pdctl import state
-from pdctl.fleet import known_addresses
 
 KNOWN = state.KnownDeployment("demo", "/t/demo.yaml", {"gpu-a": "192.0.2.1", "me": None}, 5.0)
 
@@ -23,11 +22,9 @@ def test_remembered_recalled_forgotten(folder: Path) -> None:
     assert state.remember(KNOWN) == ""
     assert state.recall("demo") == KNOWN and state.names() == ("demo",)
     assert oct((folder / "demo.json").stat().st_mode & 0o777) == "0o600"
-    assert known_addresses("demo") == KNOWN.hosts
     state.forget("demo")
     state.forget("demo")
     assert state.recall("demo") is None
-    assert known_addresses("demo") == {"local": None}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 9}', '{"schema": 1, "odd": 2}'])

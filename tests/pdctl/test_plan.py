@@ -76,7 +76,7 @@ TABLE: dict[str, tuple[list[ServiceSpec], list[ObservedService], list[str]]] = {
         [ROUTER, D0],
         [seen(ROUTER), seen(D0), seen(D1)],
         [
-            "remove decode-1@a: not in the topology",
+            "remove decode-1@a: orphan: not in the topology",
             "keep router@a: unchanged",
             "keep decode-0@a: unchanged",
         ],
@@ -84,12 +84,12 @@ TABLE: dict[str, tuple[list[ServiceSpec], list[ObservedService], list[str]]] = {
     "a dead orphan": (
         [D0],
         [seen(D0), seen(D1, alive=False)],
-        ["remove decode-1@a: left over, not running", "keep decode-0@a: unchanged"],
+        ["remove decode-1@a: orphan: left over, not running", "keep decode-0@a: unchanged"],
     ),
     "moved to another host": (
         [spec("decode-0", "b")],
         [seen(D0)],
-        ["remove decode-0@a: not in the topology", "start decode-0@b: not there yet"],
+        ["remove decode-0@a: orphan: not in the topology", "start decode-0@b: not there yet"],
     ),
     "a record that cannot be read, running": (
         [D0],
@@ -99,7 +99,7 @@ TABLE: dict[str, tuple[list[ServiceSpec], list[ObservedService], list[str]]] = {
     "an orphan whose record cannot be read": (
         [],
         [ObservedService("decode-7", "a", None, "", True)],
-        ["remove decode-7@a: not in the topology"],
+        ["remove decode-7@a: orphan: not in the topology"],
     ),
 }
 

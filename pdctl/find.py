@@ -1,0 +1,292 @@
+"""Where a deployment is: by the local cache, a topology file, or the address of any of its hosts.
+
+Each host's record names all hosts of its deployment, so one that answers leads to the others. Only
+reads. What cannot be reached is part of the answer; only when nothing can be is it an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pdctl import state, topology
+from pdctl.agent import Session, shim_call
+from pdctl.errors import HostUnreachable, PdctlError, UsageError
+from pdctl.fleet import Fleet, look, machines, on_all, opened
+from pdctl.hosts import Host, LocalHost
+from pdctl.records import ServiceRecord, parse_services
+from pdctl.state import KnownDeployment
+
+HERE = ("local", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What the user says of where to look; nothing: the local cache, or this machine."""
+
+    file: Path | None = None
+    """A topology."""
+    hosts: tuple[str, ...] = ()
+    """Addresses; one of the deployment's hosts is enough."""
+
+
+ANYWHERE = Where()
+
+
+@dataclass(slots=True)
+class Found:
+    """A deployment as its hosts report it. `hosts` stay open as long as `located` does."""
+
+    known: KnownDeployment
+    seeds: frozenset[str] = frozenset()
+    """Addresses given instead of keys: they give way to the keys under which a host is known."""
+    addresses: dict[str, str | None] = field(default_factory=dict)
+    hosts: dict[str, Host] = field(default_factory=dict)
+    records: tuple[ServiceRecord, ...] = ()
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Host's name -> what its shim's `status` answered."""
+    unreachable: dict[str, PdctlError] = field(default_factory=dict)
+    """Key -> why nothing is known of what runs there."""
+
+    @property
+    def name(self) -> str:
+        return self.known.name
+
+    def reachable(self) -> list[Host]:
+        return machines(h for key, h in self.hosts.items() if key not in self.unreachable)
+
+    def is_orphan(self, record: ServiceRecord) -> bool:
+        """Not in the topology any more. Where no topology is known nothing is an orphan."""
+        wanted = self.known.services
+        return bool(wanted) and (record.host, record.name) not in wanted
+
+
+@contextlib.contextmanager
+def located(name: str | None, where: Where = ANYWHERE) -> Iterator[Found]:
+    """Look at all hosts of a deployment. Raises PdctlError when no host answers."""
+    found = Found(_start(name, where), frozenset(where.hosts))
+    more: Mapping[str, str | None] = found.known.hosts or {"local": None}
+    lost: dict[str, PdctlError] = {}
+    with contextlib.ExitStack() as stack:
+        while more:
+            _ask(found, more, stack.enter_context(opened(more)))
+            more, lost = further(found.addresses, _said(found.answers.values(), found.name))
+        found.unreachable.update(lost)
+        found.records = tuple(r for r in found.records if r.deployment == found.name)
+        _settle(found, where)
+        yield found
+
+
+@contextlib.contextmanager
+def locked(
+    known: KnownDeployment, *, purpose: str, wait_s: float
+) -> Iterator[tuple[Fleet, dict[str, PdctlError]]]:
+    """The deployment's hosts with its lock held, those that their records name too.
+
+    Beside it, why some of these cannot be reached from here. Locks are taken in a fixed order, so
+    when there are more hosts than expected it begins again.
+    """
+    name, addresses = known.name, dict(known.hosts or {"local": None})
+    while True:
+        with (
+            opened(addresses) as hosts,
+            Fleet(name, hosts, purpose=purpose, wait_s=wait_s) as fleet,
+        ):
+            answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
+            more, lost = further(addresses, _said((a for _, a in answers), name))
+            if not more:
+                yield fleet, lost
+                return
+        addresses.update(more)
+
+
+def whereabouts(name: str | None, where: Where = ANYWHERE) -> KnownDeployment:
+    """Enough to lock a deployment. Asks its hosts only when nothing else tells its name."""
+    if where.hosts and not where.file and name is None:
+        with located(None, where) as found:
+            return found.known
+    return _start(name, where)
+
+
+def register(fleet: Fleet, known: KnownDeployment) -> None:
+    """Let every locked host know the whole deployment, before anything of it starts there."""
+
+    def tell(session: Session) -> dict[str, Any]:
+        keys = sorted(key for key, host in fleet.hosts.items() if host is session.host)
+        return session.call("register", {"known": {**asdict(known), "keys": keys}})
+
+    fleet.on_sessions(tell)
+
+
+def deployments() -> tuple[str, ...]:
+    """Names known on this machine: by records here, or by an `up` from here to other hosts."""
+    here = {r.deployment for r in look([LocalHost()], None)}
+    known = (state.recall(name) for name in state.names())
+    return tuple(sorted(here | {k.name for k in known if k and any(k.hosts.values())}))
+
+
+def resolve_name(name: str | None) -> str:
+    """The given name, or that of the only deployment. Raises UsageError naming those there are."""
+    if name is not None:
+        return name
+    found = deployments()
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError("there is no deployment here", hint="start one: `pdctl up TOPOLOGY`")
+    raise UsageError(
+        f"there are {len(found)} deployments: {', '.join(found)}", hint="name one of them"
+    )
+
+
+def known_of(t: topology.Topology, path: Path) -> KnownDeployment:
+    """What an `up` of this topology from here lets every host know."""
+    used = {key: None if t.hosts[key].local else t.hosts[key].address for key in t.used_hosts()}
+    wanted = ((t.host_of(t.router), "router"), *((i.host, i.name) for i in t.instances()))
+    return KnownDeployment(
+        name=t.name,
+        topology=str(path.resolve()),
+        hosts=used,
+        drain_timeout_s=t.drain_timeout,
+        machine=this_machine(),
+        services=tuple(wanted),
+        at=time.time(),
+    )
+
+
+def this_machine() -> str:
+    """User, host and pdctl's home: another home on the same machine is another place."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}:{LocalHost().base}"
+
+
+# ---- how it is done ------------------------------------------------------------------------------
+
+
+def _start(name: str | None, where: Where) -> KnownDeployment:
+    """What is known before any host was asked. The name is empty when only they can tell."""
+    given: dict[str, str | None] = {h: None if h in HERE else h for h in where.hosts}
+    if where.file is not None:
+        known = known_of(topology.load(where.file).topology, where.file)
+        if name not in (None, known.name):
+            raise UsageError(f"{where.file} describes {known.name}, not {name}")
+        cached = state.recall(known.name)
+        return replace(known, hosts=given or {**(cached.hosts if cached else {}), **known.hosts})
+    if given:
+        return KnownDeployment(name or "", "", given)
+    name = resolve_name(name)
+    return state.recall(name) or KnownDeployment(name, "")
+
+
+def _ask(found: Found, addresses: Mapping[str, str | None], hosts: Mapping[str, Host]) -> None:
+    """Add these hosts and what they answer. A host is then known by its keys in the topology."""
+
+    def ask(host: Host) -> tuple[Host, dict[str, Any] | PdctlError]:
+        try:
+            return host, shim_call(host, "status", {"deployment": found.name or None})
+        except PdctlError as e:
+            return host, e
+
+    answers = on_all(machines(hosts.values()), ask)
+    for host, answer in answers:
+        keys = {key for key, h in hosts.items() if h is host}
+        address = addresses[next(iter(keys))]
+        if isinstance(answer, PdctlError):
+            found.unreachable.update(dict.fromkeys(keys, answer))
+        else:
+            found.answers[host.name] = answer
+            found.records += parse_services(host.name, answer["services"])
+            if not found.name:
+                found.known = replace(found.known, name=_only(answer))
+            for _, own_keys in _said([answer], found.name):
+                keys = (keys - found.seeds or own_keys or keys) | own_keys
+        found.hosts.update(dict.fromkeys(keys, host))
+        found.addresses.update(dict.fromkeys(keys, address))
+    if not found.name:
+        first = next(iter(found.unreachable.values()), None)
+        raise first or UsageError(f"there is no deployment on {', '.join(found.hosts)}")
+
+
+def _only(answer: Mapping[str, Any]) -> str:
+    """The deployment on a host; empty when it has none."""
+    names = sorted(answer["deployments"])
+    if len(names) > 1:
+        raise UsageError(
+            f"there are {len(names)} deployments: {', '.join(names)}", hint="name one of them"
+        )
+    return names[0] if names else ""
+
+
+def _said(
+    answers: Iterable[Mapping[str, Any]], name: str
+) -> list[tuple[KnownDeployment, set[str]]]:
+    """What each host was told of the deployment, and under which keys it is in there."""
+    said = []
+    for answer in answers:
+        entry = answer["deployments"].get(name) or {}
+        known = KnownDeployment.parse(entry)
+        if known is not None:
+            said.append((known, set(map(str, entry.get("keys", ())))))
+    return said
+
+
+def further(
+    asked: Mapping[str, str | None], said: Iterable[tuple[KnownDeployment, set[str]]]
+) -> tuple[dict[str, str | None], dict[str, PdctlError]]:
+    """Hosts the records name that were not asked yet, and those that cannot be from here."""
+    said = list(said)
+    answered = {key for _, keys in said for key in keys}
+    more: dict[str, str | None] = {}
+    lost: dict[str, PdctlError] = {}
+    for known, _ in said:
+        for key, address in known.hosts.items():
+            if key in answered:
+                continue
+            if address is None and known.machine != this_machine():
+                lost[key] = _no_address(key, known.machine)
+            elif address not in asked.values():
+                more[key if key not in asked else str(address)] = address
+    return more, lost
+
+
+def _no_address(key: str, machine: str) -> HostUnreachable:
+    return HostUnreachable(
+        f"{key}: it is the machine of {machine.partition(':')[0]}, and its address is not known",
+        host=key,
+        hint="run pdctl there, or give the address with --host",
+    )
+
+
+def _settle(found: Found, where: Where) -> None:
+    """Take the latest word on the deployment, and remember it here."""
+    cached = state.recall(found.name)
+    said = [known for known, _ in _said(found.answers.values(), found.name)]
+    latest = max([*([cached] if cached else []), *said, found.known], key=lambda known: known.at)
+    if where.file is not None:
+        latest = replace(found.known, at=max([0.0, *(known.at for known in said)]))
+    elif latest.machine != this_machine():
+        latest = replace(latest, topology="")  # a path there
+    else:
+        latest = replace(latest, services=_wanted(latest) or latest.services)
+    found.known = replace(latest, hosts=dict(found.addresses), machine=this_machine())
+    if found.records and found.known != cached:
+        state.remember(found.known)
+
+
+def _wanted(known: KnownDeployment) -> tuple[tuple[str, str], ...]:
+    """Services of the topology as its file is now; none when it is gone or broken."""
+    try:
+        now = topology.load(Path(known.topology)).topology
+    except PdctlError:
+        return ()
+    return known_of(now, Path(known.topology)).services if now.name == known.name else ()

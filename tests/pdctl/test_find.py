@@ -1,0 +1,121 @@
+"""Where a deployment is: cache, file or any host; and the services its topology lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervision import Home, Site, free_port
+
+from pdctl import ops, state
+from pdctl.errors import UsageError
+from pdctl.find import Where, further, this_machine
+from pdctl.state import KnownDeployment
+
+PREFILL = {"host": "local", "kv_cache": "1MiB"}
+DECODE = {"host": "local", "kv_cache": "1MiB", "cpu_buffer": "1MiB"}
+
+
+def up(path: Path) -> None:
+    ops.up(path, ops.UpOptions(detach=True), ops.silent)
+
+
+def down() -> None:
+    assert ops.down("demo", 2.0, ops.silent).ok
+
+
+def said(keys: set[str], hosts: dict[str, str | None], machine: str = "ada@lap:/h") -> Any:
+    return KnownDeployment("demo", "", hosts, machine=machine), keys
+
+
+ALL = {"a": "192.0.2.1", "b": "192.0.2.2", "me": None}
+
+
+@pytest.mark.parametrize(
+    ("asked", "answers", "more", "lost"),
+    [
+        ({"a": "192.0.2.1"}, [], {}, []),
+        ({"a": "192.0.2.1"}, [said({"a"}, ALL)], {"b": "192.0.2.2"}, ["me"]),
+        ({"seed": "gpu-a.lan"}, [said({"a"}, ALL)], {"b": "192.0.2.2"}, ["me"]),
+        ({"a": "192.0.2.1"}, [said({"a"}, ALL, this_machine())], {"b": "192.0.2.2", "me": None}, 0),
+        ({"a": "192.0.2.1", "me": None}, [said({"a"}, ALL, this_machine())], {"b": ALL["b"]}, 0),
+        ({**ALL, "b": "192.0.2.9"}, [said({"a"}, ALL)], {"192.0.2.2": "192.0.2.2"}, ["me"]),
+        ({"x": None}, [said({"me"}, ALL)], {"a": ALL["a"], "b": ALL["b"]}, []),
+    ],
+    ids=["no word", "by name", "by address", "own machine", "asked it", "moved", "at the machine"],
+)
+def test_one_host_leads_to_the_others(
+    asked: dict[str, str | None], answers: list[Any], more: dict[str, str | None], lost: Any
+) -> None:
+    found, unreachable = further(asked, answers)
+    assert found == more
+    assert list(unreachable) == (lost or [])
+    assert all("the machine of ada@lap," in str(e) for e in unreachable.values())
+
+
+def test_every_host_knows_the_whole_deployment(home: Home, site: Site) -> None:
+    up(site.topology())
+    known = json.loads((home.base / "demo" / ".deployment.json").read_text())
+    assert (known["hosts"], known["keys"]) == ({"local": None}, ["local"])
+    assert ["local", "decode-0"] in known["services"] and known["machine"] == this_machine()
+    assert (home.base / "demo" / ".deployment.json").stat().st_mode & 0o777 == 0o600
+    down()
+    assert not (home.base / "demo").exists()
+
+
+def test_a_file_finds_it_without_the_cache_and_fills_it(home: Home, site: Site) -> None:
+    path = site.topology()
+    up(path)
+    shutil.rmtree(home.root / "state")
+    found = ops.status(None, Where(file=path))
+    assert {s.name for s in found.services} == {"router", "prefill-0", "decode-0"}
+    cached = state.recall("demo")
+    assert cached is not None and cached.topology == str(path)
+    with pytest.raises(UsageError, match="describes demo, not other"):
+        ops.status("other", Where(file=path))
+    assert ops.status(None, Where(hosts=("localhost",))).name == "demo"
+    down()
+    with pytest.raises(UsageError, match="there is no deployment on localhost"):
+        ops.status(None, Where(hosts=("localhost",)))
+
+
+def test_orphans_are_shown_and_removed_on_request(home: Home, site: Site) -> None:
+    router = {"host": "local", "port": free_port()}
+    up(site.topology(router=router, prefill=[PREFILL | {"replicas": 2}]))
+    assert not any(s.orphan for s in ops.status("demo").services)
+    path = site.topology(router=router)
+    orphans = [s for s in ops.status("demo").services if s.orphan]
+    assert [s.name for s in orphans] == ["prefill-1"]
+    assert orphans[0].reason.startswith("orphan: not in the topology any more")
+    steps = {s.service.name: s for s in ops.plan_up(path, ops.silent).steps}
+    assert (steps["prefill-1"].kind, steps["router"].kind) == ("remove", "keep")
+    assert steps["prefill-1"].reason.startswith("orphan")
+
+    result = ops.down_orphans("demo", 2.0, ops.silent)
+    assert result.ok and [s.name for s in result.services] == ["prefill-1"]
+    left = ops.status("demo").services
+    assert {s.name: s.state for s in left} == dict.fromkeys(
+        ("router", "prefill-0", "decode-0"), "running"
+    )
+    assert ops.down_orphans("demo", 2.0, ops.silent).services == ()
+    path.write_text("broken")
+    assert not any(s.orphan for s in ops.status("demo").services), "as the last `up` said"
+    down()
+
+
+def test_a_stop_by_host_leaves_the_namesake_elsewhere(home: Home, site: Site) -> None:
+    """decode-0 moved: the one on its old host goes, the one on the new host stays."""
+    from pdctl.fleet import Fleet, opened
+
+    up(site.topology())
+    with (
+        opened({"local": None, "old": None}) as hosts,
+        Fleet("demo", hosts, purpose="test", wait_s=1.0) as fleet,
+    ):
+        assert fleet.stop({"elsewhere": ["decode-0"]}, 1.0) == []
+        stopped = fleet.stop({"old": ["decode-0"]}, 1.0)
+    assert [s["service"] for s in stopped] == ["decode-0"]
+    down()
