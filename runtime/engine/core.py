@@ -32,7 +32,7 @@ from runtime.kv.layout import KvDtype, KvLayout, PoolMap
 from runtime.kv.pool import KvPool
 from runtime.kv.region import Region
 from runtime.models.config import ModelSpec
-from runtime.models.loader import load_model, model_digest
+from runtime.models.loader import load_model
 from runtime.protocol import OutputToken, RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Engine:
         self.vocab_size: int = spec.vocab
         self.eos_token_ids: tuple[int, ...] = spec.eos_token_ids
         self.fingerprint: dict[str, str | int] = {
-            "model": model_digest(decoder),
+            "model": decoder.weights.digest,
             "dtype": dtype,
             **self._layout.fingerprint(),
         }

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runtime.kv.layout import Shard
 from runtime.models.config import ModelSpec, RopeScaling
+from runtime.models.shard import vocab_share
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, head_dim], k and v [T, 2, kv_heads, head_dim]) -> [T, heads * head_dim].
@@ -23,8 +26,26 @@ It also stores k and v: later tokens attend to them.
 """
 
 
+class Ranks(Protocol):
+    """The ranks that compute one model together; each calls the same methods in the same order."""
+
+    @property
+    def shard(self) -> Shard:
+        """Which of them this is."""
+
+    def sum_(self, x: Tensor) -> None:
+        """Replace x by the sum of all ranks' x."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Rank 0: all ranks' parts, of one shape, side by side along the last axis, in order of
+        rank. Elsewhere: something that nobody should look at.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """Of a tensor-parallel rank: its heads and its MLP columns."""
+
     attention_norm: Tensor
     qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qkv_bias: Tensor | None
@@ -42,17 +63,24 @@ class Weights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    head: Tensor  # [vocab, hidden]; the embedding itself when tied; of a rank: its rows
     rope_factors: Tensor | None
     """Divisors of the RoPE frequencies that came with the file, [head_dim / 2]."""
+    digest: str
+    """Identity of the whole model, whatever file it came from and whichever part of it this is."""
 
 
 class Decoder:
     """Stateless but for its weights; `logits` may be called from one thread at a time."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, ranks: Ranks | None = None) -> None:
+        """`spec` and `weights` are this rank's, if `ranks` are given: then its sums and its logits
+        are put together with theirs.
+        """
         self.spec = spec
         self.weights = weights
+        self._ranks = ranks
+        self._head_rows = vocab_share(spec.vocab, ranks.shard.size) if ranks else spec.vocab
         self._inv_freq = rope_frequencies(spec, weights.rope_factors).to(weights.norm.device)
 
     @property
@@ -64,7 +92,10 @@ class Decoder:
         return self.weights.norm.device
 
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
-        """Float32 logits [len(rows), vocab] of the chosen rows of this batch of tokens [T]."""
+        """Float32 logits [len(rows), vocab] of the chosen rows of this batch of tokens [T].
+
+        Only rank 0 has them; the others return something of no use.
+        """
         spec, weights = self.spec, self.weights
         angles = positions[:, None].float() * self._inv_freq  # [T, head_dim / 2]
         cos = angles.cos().to(self.dtype)[:, None]
@@ -77,11 +108,31 @@ class Decoder:
             if number == last:
                 # Only these rows are asked for, and nothing after attention mixes rows.
                 x, attended = x[rows], attended[rows]
-            x.addmm_(attended, layer.output.t())
+            self._add_product(x, attended, layer.output)
             if layer.output_bias is not None:
                 x += layer.output_bias
-            x.addmm_(_mlp(layer, _norm(x, layer.mlp_norm, spec.norm_eps)), layer.down.t())
-        return F.linear(_norm(x, weights.norm, spec.norm_eps), weights.head).float()
+            self._add_product(x, _mlp(layer, _norm(x, layer.mlp_norm, spec.norm_eps)), layer.down)
+        return self._head(_norm(x, weights.norm, spec.norm_eps)).float()
+
+    def _add_product(self, x: Tensor, y: Tensor, weight: Tensor) -> None:
+        """x += y @ weight^T, where each rank has some of y's and weight's columns."""
+        if self._ranks is None:
+            x.addmm_(y, weight.t())
+            return
+        part = F.linear(y, weight)
+        self._ranks.sum_(part)
+        x += part
+
+    def _head(self, x: Tensor) -> Tensor:
+        head, vocab = self.weights.head, self.spec.vocab
+        if self._ranks is None:
+            return F.linear(x, head)
+        if not len(x):
+            return x.new_empty((0, vocab))
+        # The last rank's part may be narrower, and parts are gathered in one shape.
+        part = x.new_zeros((len(x), self._head_rows))
+        torch.mm(x, head.t(), out=part[:, : len(head)])
+        return self._ranks.gather(part)[:, :vocab]
 
     def _qkv(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
