@@ -56,8 +56,8 @@ lint: install-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Where apt may be used, the tests install what they need; what is missing is skipped by name.
 test: install-test model lint
+	@tests/system-packages
 	$(BIN)/python -m pytest
 
 bench-handover: model
