@@ -49,6 +49,15 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" ({e.hint})" if e.hint else ""
         print(f"{args.kind}: {e}{hint}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as e:
+        if (e.name or "runtime").partition(".")[0] == "runtime":
+            raise  # our own fault, not a package that is not installed
+        print(
+            f"{args.kind}: the Python package {e.name} is missing in {sys.executable}"
+            " (install what serves: pip install 'pdctl[runtime]')",
+            file=sys.stderr,
+        )
+        return 1
 
 
 if __name__ == "__main__":
