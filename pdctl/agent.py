@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pdctl import __version__
 from pdctl.errors import HostCommandError, Locked, PdctlError, StateError
 from pdctl.hosts import Host
 
@@ -49,17 +50,26 @@ def shim_argv(host: Host, command: str) -> list[str]:
     return [host.python, "-I", "-S", folder, command]
 
 
-def request_text(host: Host, do: str, payload: dict[str, Any]) -> str:
-    return json.dumps({"do": do, "base": host.base, "by": holder(), **payload})
+def request_text(host: Host, do: str, payload: dict[str, Any], *, command: str = "") -> str:
+    return json.dumps({"do": do, "base": host.base, "by": caller(command), **payload})
 
 
-def holder() -> str:
-    """Who we are, for others who wait for our lock."""
+def caller(command: str) -> dict[str, Any]:
+    """Who we are: for the audit, and for others who wait for our lock."""
+    return {
+        "user": user_name(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "version": __version__,
+        "command": command,
+    }
+
+
+def user_name() -> str:
     try:
-        user = getpass.getuser()
+        return getpass.getuser()
     except (KeyError, OSError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}, pid {os.getpid()}"
+        return str(os.getuid())
 
 
 def shim_call(
@@ -81,12 +91,12 @@ class Session:
     def __init__(self, host: Host, deployment: str, *, purpose: str, wait_s: float) -> None:
         self.host = host
         self.deployment = deployment
+        self._purpose = purpose
         self._turn = threading.Lock()
         self._number = 0
         self._channel = host.channel(shim_argv(host, "serve"))
         try:
-            by = f"`pdctl {purpose}` of {holder()}"
-            self.call("lock", {"by": by, "wait_s": wait_s}, timeout=wait_s + CALL_TIMEOUT_S)
+            self.call("lock", {"wait_s": wait_s}, timeout=wait_s + CALL_TIMEOUT_S)
         except PdctlError:
             self.close()
             raise
@@ -98,7 +108,7 @@ class Session:
         with self._turn:
             self._number += 1
             payload = {"deployment": self.deployment, "number": self._number, **payload}
-            self._channel.send(request_text(self.host, do, payload))
+            self._channel.send(request_text(self.host, do, payload, command=self._purpose))
             line = self._channel.receive(timeout)
             # The answer to a request that Ctrl-C or a timeout made us leave comes first.
             while line and json.loads(line).get("number") != self._number:
@@ -130,7 +140,10 @@ def _answer(host: Host, do: str, text: str, err: str) -> dict[str, Any]:
         return answer
     message, hint = f"{host.name}: {answer['error']}", answer.get("hint", "")
     if answer["kind"] == "locked":
-        raise Locked(message, hint="wait for it to end, or end it, and try again")
+        raise Locked(
+            message,
+            hint="wait for it to end; if its machine is gone for good: `pdctl lock break`",
+        )
     if answer["kind"] == "state":
         default = "make room or make it writable, or set PDCTL_HOME to another directory"
         raise StateError(message, hint=hint or default)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +18,9 @@ from pdctl.cli_edge import (
     AsJson,
     FileOption,
     HostOption,
+    Name,
     advise,
+    complete_name,
     errors_as,
     mute_stdout,
     print_json,
@@ -27,12 +28,12 @@ from pdctl.cli_edge import (
     where,
 )
 from pdctl.cli_files import init, model_app, validate
+from pdctl.cli_look import audit, lock_app, logs, status
 from pdctl.errors import (
     EXIT_DEGRADED,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_UNREACHABLE,
     PdctlError,
 )
 
@@ -46,36 +47,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-WATCH_S = 2.0
-
 TopologyPath = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="A topology file (YAML).")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="With commands and config files.")]
-
-
-def _complete_name(incomplete: str) -> list[str]:
-    """Deployments this machine knows of. Asks no host."""
-    from pdctl import state
-
-    return [name for name in state.names() if name.startswith(incomplete)]
-
-
-Name = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[NAME]",
-        help="The deployment; not needed when there is only one.",
-        autocompletion=_complete_name,
-    ),
-]
-
-NameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        help="The deployment; not needed when there is only one.",
-        autocompletion=_complete_name,
-    ),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -167,71 +140,6 @@ def plan(
 
 
 @app.command()
-def status(
-    name: Name = None,
-    file: FileOption = None,
-    host: HostOption = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Again every 2 seconds, until Ctrl-C.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show what runs where, its health and the KV moved.
-
-    Exits with 3 when not everything is healthy, with 5 when a host cannot be reached. With --watch
-    --json, one document a line.
-    """
-    from pdctl import ops
-    from pdctl.documents import status_text
-    from pdctl.output import Screen, json_line
-
-    screen, place = Screen.of(sys.stdout), where(file, host)
-    with errors_as(as_json):
-        while watch:
-            found = ops.status(name, place)
-            clear = "\x1b[H\x1b[2J" if screen.live and not as_json else ""
-            text = json_line(found.to_json()) if as_json else status_text(found, screen)
-            typer.echo(clear + text)
-            time.sleep(WATCH_S)
-        found = ops.status(name, place)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        typer.echo(status_text(found, screen))
-    if found.unreachable:
-        raise typer.Exit(EXIT_UNREACHABLE)
-    raise typer.Exit(EXIT_OK if found.healthy else EXIT_DEGRADED)
-
-
-@app.command()
-def logs(
-    services: Annotated[
-        list[str] | None, typer.Argument(metavar="[SERVICE]...", help="Default: all.")
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Then new lines as they come.")
-    ] = False,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Last lines of each service.")
-    ] = 50,
-    name: NameOption = None,
-    file: FileOption = None,
-    host: HostOption = None,
-) -> None:
-    """Show the logs of all services, or of some."""
-    from pdctl import ops
-    from pdctl.output import Screen
-
-    screen = Screen.of(sys.stdout)
-    wanted, place = services or [], where(file, host)
-    for entry in ops.logs(name, wanted, lines, follow=follow, where=place):
-        prefix = "" if len(wanted) == 1 else screen.paint(f"{entry.service:<10} | ", "dim")
-        typer.echo(f"{prefix}{entry.line}")
-        if follow:
-            sys.stdout.flush()
-
-
-@app.command()
 def down(
     name: Name = None,
     timeout: Annotated[
@@ -284,7 +192,7 @@ def ask(
     name: Annotated[
         str | None,
         typer.Option(
-            help="The deployment; not needed when there is only one.", autocompletion=_complete_name
+            help="The deployment; not needed when there is only one.", autocompletion=complete_name
         ),
     ] = None,
     endpoint: Annotated[
@@ -323,6 +231,10 @@ def ask(
         typer.echo(line, err=True)
 
 
+app.command("status")(status)
+app.command("logs")(logs)
+app.command("audit")(audit)
+app.add_typer(lock_app, name="lock", no_args_is_help=True)
 app.command("bench")(bench_command)
 app.command("validate")(validate)
 app.command("init")(init)

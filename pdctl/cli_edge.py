@@ -21,6 +21,31 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
+
+def complete_name(incomplete: str) -> list[str]:
+    """Deployments this machine knows of. Asks no host."""
+    from pdctl import state
+
+    return [name for name in state.names() if name.startswith(incomplete)]
+
+
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NAME]",
+        help="The deployment; not needed when there is only one.",
+        autocompletion=complete_name,
+    ),
+]
+
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        help="The deployment; not needed when there is only one.",
+        autocompletion=complete_name,
+    ),
+]
 FileOption = Annotated[
     Path | None,
     typer.Option(

@@ -6,8 +6,11 @@ Values that may be private are shown as ***; secrets never get this far.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Sequence
 from typing import Any
 
+from pdctl.audit import AuditEntry
 from pdctl.output import Cell, Screen, Style, duration, table
 from pdctl.plan import Plan, Step, StepKind
 from pdctl.sizes import format_size
@@ -152,7 +155,25 @@ def status_text(found: DeploymentStatus, screen: Screen) -> str:
     if found.services:
         parts.append(table(_COLUMNS, [_service(s, screen) for s in found.services], screen))
     notes = [f"{s.name}: {s.reason}" for s in found.services if s.reason]
+    notes += [f"{lock.host}: locked by {lock.text}" for lock in found.locks]
     return "\n".join([*parts, *notes, *found.unreachable.values()])
+
+
+def audit_text(entries: Sequence[AuditEntry], screen: Screen) -> str:
+    """A line per change, oldest first."""
+    rows = [
+        (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(e.at)),
+            e.host,
+            e.service or "-",
+            Cell(e.result, "bad" if e.result.startswith("failed") else ""),
+            f"{e.user}@{e.machine}",
+            f"{e.command or e.do} (pdctl {e.version})",
+        )
+        for e in entries
+    ]
+    header = ("TIME (UTC)", "HOST", "SERVICE", "CHANGE", "WHO", "COMMAND")
+    return table(header, rows, screen) if rows else "no change was recorded"
 
 
 def _service(service: ServiceStatus, screen: Screen) -> list[Cell | str]:

@@ -7,8 +7,6 @@ reads. What cannot be reached is part of the answer; only when nothing can be is
 from __future__ import annotations
 
 import contextlib
-import getpass
-import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdctl import state, topology
-from pdctl.agent import Session, shim_call
+from pdctl.agent import Session, shim_call, user_name
 from pdctl.errors import HostUnreachable, PdctlError, UsageError
 from pdctl.fleet import Fleet, look, machines, on_all, opened
 from pdctl.hosts import Host, LocalHost
@@ -163,11 +161,7 @@ def known_of(t: topology.Topology, path: Path) -> KnownDeployment:
 
 def this_machine() -> str:
     """User, host and pdctl's home: another home on the same machine is another place."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}:{LocalHost().base}"
+    return f"{user_name()}@{socket.gethostname()}:{LocalHost().base}"
 
 
 # ---- how it is done ------------------------------------------------------------------------------

@@ -2,20 +2,30 @@
 
 plan_up, up        bring a deployment to what its topology says
 down, down_orphans stop it and prove that nothing is left; or only what the topology lost
-status, logs       look at it
+status, logs, audit   look at it
+show_lock, break_locks  the lock on it
 deployments, resolve_name   which there are, and which one is meant
 """
 
 from __future__ import annotations
 
+from pdctl.audit import AuditEntry, audit
 from pdctl.down import DownResult, StoppedService, down, down_orphans
 from pdctl.events import Event, EventKind, Report, silent
 from pdctl.find import Where, deployments, resolve_name
+from pdctl.locks import LockHolder, LockReport, break_locks
+from pdctl.locks import show as show_lock
 from pdctl.logs import LogLine, logs
 from pdctl.status import DeploymentStatus, ServiceStatus, status
 from pdctl.up import UpOptions, UpResult, plan_up, up
 
 __all__ = [
+    "AuditEntry",
+    "LockHolder",
+    "LockReport",
+    "audit",
+    "break_locks",
+    "show_lock",
     "DeploymentStatus",
     "DownResult",
     "Event",

@@ -16,6 +16,7 @@ from pdctl.find import ANYWHERE, Where, deployments, located
 from pdctl.fleet import machines, on_all
 from pdctl.health import get_json, probe_ready
 from pdctl.hosts import Host
+from pdctl.locks import LockHolder, holders
 from pdctl.records import ServiceRecord
 
 Health = Literal["healthy", "starting", "unready", "down"]
@@ -65,6 +66,8 @@ class DeploymentStatus:
     services: tuple[ServiceStatus, ...]
     unreachable: dict[str, str] = field(default_factory=dict)
     """Host -> why nothing is known of what runs there."""
+    locks: tuple[LockHolder, ...] = ()
+    """Who is changing it now."""
 
     @property
     def healthy(self) -> bool:
@@ -85,6 +88,7 @@ class DeploymentStatus:
             "kv_bytes": self.kv_bytes,
             "services": [{**asdict(s), "strays": list(s.strays)} for s in self.services],
             "unreachable": self.unreachable,
+            "locks": [asdict(holder) for holder in self.locks],
         }
 
 
@@ -104,6 +108,7 @@ def status(name: str | None, where: Where = ANYWHERE) -> DeploymentStatus:
         _endpoint(services),
         tuple(sorted(services, key=_order)),
         {key: str(error) for key, error in found.unreachable.items()},
+        holders(found),
     )
 
 

@@ -27,10 +27,11 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "agent health preflight",
         "fleet",
         "find",
-        "launch up down logs status",
+        "audit launch locks logs",
+        "up down status",
         "ops output documents",
         "bench",
-        "cli_edge cli_files cli",
+        "cli_edge cli_files cli_look cli",
         "__main__",
     )
 )

@@ -98,7 +98,7 @@ def _write_files(service: Service, request: dict[str, Any]) -> None:
     for old in ("identity.json", "exit.json", "family.json", "stop.json"):
         if os.path.exists(service.path(old)):
             os.unlink(service.path(old))
-    intent = {"at": time.time(), "by": request.get("by", "")}
+    intent = {"at": time.time(), "by": request.get("by", {})}
     record = {"spec": spec, "hash": request["hash"], "intent": intent}
     write_json(service.path("spec.json"), record)
     service.spec, service.hash, service.intent = spec, request["hash"], intent

@@ -1,20 +1,16 @@
 """Private files, names that are safe in paths, and the failures that are sent to pdctl.
 
-Owns file modes (0600, 0700) and the lock on a deployment. Knows no processes.
+Owns file modes (0600, 0700). Knows no processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
-import time
 from typing import Any
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
-LOCK_POLL_S = 0.05
 
 
 class Refused(Exception):
@@ -72,46 +68,3 @@ def private_dir(path: str) -> bool:
         if os.stat(path).st_mode & 0o077:
             os.chmod(path, 0o700)
         return False
-
-
-class DeploymentLock:
-    """The right to change one deployment on this host: a flock, so it dies with its holder."""
-
-    def __init__(self, base: str, deployment: str) -> None:
-        os.makedirs(base, 0o700, exist_ok=True)
-        private_dir(os.path.join(base, ".locks"))
-        self.path = os.path.join(base, ".locks", checked(deployment))
-        self._handle = -1
-
-    def take(self, holder: str, wait_s: float) -> None:
-        """Raises Refused (kind locked), naming the holder, when not had within `wait_s`."""
-        deadline = time.monotonic() + wait_s
-        while not self._try():
-            if time.monotonic() >= deadline:
-                other = read_json(self.path).get("holder") or "an unknown holder"
-                raise Refused("locked", f"locked by {other}", holder=other)
-            time.sleep(LOCK_POLL_S)
-        with contextlib.suppress(OSError):  # on a full disk the lock still holds, without a name
-            os.ftruncate(self._handle, 0)
-            os.pwrite(
-                self._handle, json.dumps({"holder": holder, "since": time.time()}).encode(), 0
-            )
-
-    def _try(self) -> bool:
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder removes the file: a lock on a removed one would exclude nobody.
-            if os.fstat(handle).st_nlink:
-                self._handle = handle
-                return True
-        except OSError:
-            pass
-        os.close(handle)
-        return False
-
-    def release(self) -> None:
-        if self._handle >= 0:
-            os.unlink(self.path)
-            os.close(self._handle)
-            self._handle = -1

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from . import deployment as deployments
+from . import lock
 from .files import checked
 from .procs import marked
 from .service import Service, deployment_names, service_names
@@ -66,4 +67,8 @@ def status(base: str, request: dict[str, Any]) -> dict[str, Any]:
         marks = marked(os.path.join(base, name)) if request.get("scan", True) else None
         known = service_names(base, name)
         found += [Service(base, name, n).describe(marks) for n in known]
-    return {"services": found, "deployments": {n: deployments.known(base, n) for n in names}}
+    return {
+        "services": found,
+        "deployments": {n: deployments.known(base, n) for n in names},
+        "locks": {n: lock.holder(base, n) for n in names},
+    }

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import control, deployment, look, probe
-from .files import DeploymentLock, Refused, base_of
+from . import audit, control, deployment, lock, look, probe
+from .files import Refused, base_of
 from .service import Service
 from .supervise import Supervisor
 
@@ -26,6 +26,7 @@ READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "token": look.token,
     "probe": probe.probe,
     "tail": look.tails,
+    "audit": audit.entries,
 }
 CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "register": deployment.register,
@@ -39,7 +40,7 @@ class Session:
     """Answers requests. Holds the locks asked for; a change without one takes it for itself."""
 
     def __init__(self) -> None:
-        self.locks: dict[str, DeploymentLock] = {}
+        self.locks: dict[str, lock.DeploymentLock] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -58,22 +59,37 @@ class Session:
         if what == "lock":
             self._lock(base, name, request)
             return {}
+        if what == "break":  # the lock's holder is in the way: that is the point
+            answer = lock.break_lock(base, request)
+            audit.record(base, request, audit.changes(what, answer))
+            return answer
         if name in self.locks:
-            return CHANGING[what](base, request)
+            return self._change(base, request)
         self._lock(base, name, request)
         try:
-            return CHANGING[what](base, request)
+            return self._change(base, request)
         finally:
             self.locks.pop(name).release()
 
-    def _lock(self, base: str, deployment: str, request: dict[str, Any]) -> None:
-        lock = DeploymentLock(base, deployment)
-        lock.take(str(request.get("by", "")), float(request.get("wait_s", 0.0)))
-        self.locks[deployment] = lock
+    def _change(self, base: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry it out and write down what was done, also what failed."""
+        what = request["do"]
+        try:
+            answer = CHANGING[what](base, request)
+        except (Refused, OSError) as e:
+            audit.record(base, request, audit.failed(request, e))
+            raise
+        audit.record(base, request, audit.changes(what, answer))
+        return answer
+
+    def _lock(self, base: str, name: str, request: dict[str, Any]) -> None:
+        taken = lock.DeploymentLock(base, name)
+        taken.take(request.get("by", {}), float(request.get("wait_s", 0.0)))
+        self.locks[name] = taken
 
     def close(self) -> None:
-        for lock in self.locks.values():
-            lock.release()
+        for held in self.locks.values():
+            held.release()
 
 
 def serve() -> None:

@@ -1,0 +1,173 @@
+"""Commands that look at deployments: status, logs, audit, lock. Only `lock break` ends anything."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdctl.cli_edge import (
+    AsJson,
+    FileOption,
+    HostOption,
+    Name,
+    NameOption,
+    errors_as,
+    print_json,
+    where,
+)
+from pdctl.errors import EXIT_DEGRADED, EXIT_OK, EXIT_UNREACHABLE, UsageError
+
+if TYPE_CHECKING:
+    from pdctl.locks import LockHolder
+
+WATCH_S = 2.0
+
+lock_app = typer.Typer(help="Who is changing a deployment now, and how to end one that hangs.")
+
+
+def status(
+    name: Name = None,
+    file: FileOption = None,
+    host: HostOption = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Again every 2 seconds, until Ctrl-C.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what runs where, its health and the KV moved.
+
+    Exits with 3 when not everything is healthy, with 5 when a host cannot be reached. With --watch
+    --json, one document a line.
+    """
+    from pdctl import ops
+    from pdctl.documents import status_text
+    from pdctl.output import Screen, json_line
+
+    screen, place = Screen.of(sys.stdout), where(file, host)
+    with errors_as(as_json):
+        while watch:
+            found = ops.status(name, place)
+            clear = "\x1b[H\x1b[2J" if screen.live and not as_json else ""
+            text = json_line(found.to_json()) if as_json else status_text(found, screen)
+            typer.echo(clear + text)
+            time.sleep(WATCH_S)
+        found = ops.status(name, place)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        typer.echo(status_text(found, screen))
+    if found.unreachable:
+        raise typer.Exit(EXIT_UNREACHABLE)
+    raise typer.Exit(EXIT_OK if found.healthy else EXIT_DEGRADED)
+
+
+def logs(
+    services: Annotated[
+        list[str] | None, typer.Argument(metavar="[SERVICE]...", help="Default: all.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Then new lines as they come.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Last lines of each service.")
+    ] = 50,
+    name: NameOption = None,
+    file: FileOption = None,
+    host: HostOption = None,
+) -> None:
+    """Show the logs of all services, or of some."""
+    from pdctl import ops
+    from pdctl.output import Screen
+
+    screen = Screen.of(sys.stdout)
+    wanted, place = services or [], where(file, host)
+    for entry in ops.logs(name, wanted, lines, follow=follow, where=place):
+        prefix = "" if len(wanted) == 1 else screen.paint(f"{entry.service:<10} | ", "dim")
+        typer.echo(f"{prefix}{entry.line}")
+        if follow:
+            sys.stdout.flush()
+
+
+def audit(
+    name: Name = None,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=1, help="Last ones of each host.")
+    ] = 50,
+    file: FileOption = None,
+    host: HostOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who changed what, and when; also of what is down.
+
+    Times are those of the hosts' clocks.
+    """
+    from pdctl import ops
+    from pdctl.audit import to_json
+    from pdctl.documents import audit_text
+    from pdctl.output import Screen
+
+    with errors_as(as_json):
+        entries = ops.audit(name, lines, where(file, host))
+    if as_json:
+        print_json(to_json(entries))
+    else:
+        typer.echo(audit_text(entries, Screen.of(sys.stdout)))
+
+
+@lock_app.command("show")
+def lock_show(
+    name: Name = None, file: FileOption = None, host: HostOption = None, as_json: AsJson = False
+) -> None:
+    """Show who holds the lock."""
+    from pdctl import ops
+
+    with errors_as(as_json):
+        report = ops.show_lock(name, where(file, host))
+    if as_json:
+        print_json(report.to_json())
+    elif report.holders:
+        _say(report.holders, err=False)
+    else:
+        typer.echo(f"{report.name} is not locked")
+
+
+@lock_app.command("break")
+def lock_break(
+    name: Name = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    file: FileOption = None,
+    host: HostOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """End a holder that will not come back; never needed for one that has ended.
+
+    What it was doing stops half way; the next `pdctl up` or `pdctl down` finds that and goes on
+    from there.
+    """
+    from pdctl import ops
+
+    def agree(holders: Sequence[LockHolder]) -> bool:
+        _say(holders, err=True)
+        if yes:
+            return True
+        if not sys.stdin.isatty():
+            raise UsageError("breaking a lock needs your word", hint="repeat it with --yes")
+        return typer.confirm("End it?", err=True)
+
+    with errors_as(as_json):
+        report = ops.break_locks(name, where(file, host), agree)
+    if as_json:
+        print_json(report.to_json())
+    elif not report.holders:
+        typer.echo(f"{report.name} is not locked")
+    else:
+        typer.echo(f"the lock on {report.name} is {'broken' if report.broken else 'left alone'}")
+
+
+def _say(holders: Sequence[LockHolder], *, err: bool) -> None:
+    for holder in holders:
+        typer.echo(f"{holder.host}: locked by {holder.text}", err=err)
