@@ -128,7 +128,8 @@ def describe(answer: Answer) -> list[str]:
         )
         lines.append(
             f"{served['kv_bytes'] / 2**20:.1f} MiB of KV moved to {served['decode']}"
-            f" by {served['path']}: {transfer:.1f} ms after the prompt was computed,"
+            f" by {served['path']}, which had {served['decode_cached_tokens']} tokens:"
+            f" {transfer:.1f} ms after the prompt was computed,"
             f" swap-in {swap_in:.1f} ms"
         )
     if answer.ttft_s is not None:

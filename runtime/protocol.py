@@ -90,7 +90,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefill instance's prefix cache."""
+    """Prompt tokens whose KV came from the prefill instance's prefix cache: not computed again."""
+    decode_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the decode instance's prefix cache: not moved again."""
     stages: dict[str, float] = {}
     """Seconds per Stage. Each is taken on one clock; prefill has its queueing in
     `prefill_queue`."""
@@ -246,7 +248,9 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt: tuple[int, ...]
     params: SamplingParams
     blocks: tuple[int, ...]
-    """Destination block per prompt block, in order."""
+    """Destination block per prompt block after the first `have_blocks`, in order."""
+    have_blocks: int = 0
+    """Leading blocks of the prompt that I have already: compute with them, do not send them."""
     deadline_s: float
 
 

@@ -32,7 +32,9 @@ from runtime.engine.contract import (
     EngineStats,
     Produced,
 )
+from runtime.kv.cache import BlockCache
 from runtime.kv.layout import KvLayout, PoolMap
+from runtime.kv.prefix import block_hashes
 from runtime.kv.region import Region
 from runtime.protocol import OutputToken, RequestId
 
@@ -63,6 +65,7 @@ def expected(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 class _Request:
     request: EngineRequest
     blocks: tuple[int, ...] = ()
+    cached: int = 0
     computed: int = 0
     output: list[int] = field(default_factory=list)
     state: str = "waiting"
@@ -89,7 +92,8 @@ class FakeEngine:
         self._memory = np.zeros(self.pool_map.nbytes, dtype=np.uint8)
         self.pool = Region(self._memory.ctypes.data, self._memory.nbytes)
         self.fingerprint: dict[str, str | int] = {"model": "fake", **self.layout.fingerprint()}
-        self._free = list(range(self.num_blocks))
+        self._cache = BlockCache(self.num_blocks)
+        self._prefix_cache = config.prefix_cache and config.role == "decode"
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._requests: dict[RequestId, _Request] = {}
@@ -98,6 +102,7 @@ class FakeEngine:
         self._step_s = step_s
         self._counts = (0, 0, 0)
         self._taken = 0
+        self._adopting = 0
         self.paused: set[str] = set()
         """Any of prefill, adopt, decode; `prefill_after_first` lets one chunk through."""
         self.submitted: list[RequestId] = []
@@ -108,6 +113,24 @@ class FakeEngine:
         self.submitted.append(request.id)
         self._post(lambda: self._on_submit(request))
 
+    def adopt(self, request: EngineRequest, most_new: int) -> Adopted | None:
+        if "adopt" in self.paused or self.stats().waiting:
+            return None
+        claim = self._cache.claim(
+            self._hashes(request.prompt),
+            self.layout.blocks_for(len(request.prompt)),
+            most_new=most_new,
+        )
+        if claim is None:
+            return None
+        adopted = _Request(request, claim.blocks, claim.cached, state="adopted")
+        self._adopting += 1
+        self._post(lambda: self._on_adopt(adopted))
+        return Adopted(request.id, claim.blocks, claim.cached)
+
+    def _hashes(self, prompt: tuple[int, ...]) -> list[bytes]:
+        return block_hashes(prompt, self.layout.block_size, []) if self._prefix_cache else []
+
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         self._post(lambda: self._on_resume(request_id, first))
 
@@ -117,6 +140,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         waiting, running, held = self._counts
         waiting += len(self.submitted) - self._taken
+        running += self._adopting
         return EngineStats(waiting, running, self.num_blocks, held, 0, {"steps": 1.0})
 
     # ---- life -----------------------------------------------------------------------------------
@@ -155,7 +179,7 @@ class FakeEngine:
             self._wake.notify()
 
     def _count(self) -> None:
-        held = self.num_blocks - len(self._free)
+        held = self._cache.held
         waiting = sum(1 for r in self._requests.values() if r.state == "waiting")
         self._counts = (waiting, len(self._requests) - waiting, held)
 
@@ -166,6 +190,11 @@ class FakeEngine:
             self._emit(EngineFailed(request.id, "a forbidden token", 400))
             return
         self._requests[request.id] = _Request(request)
+        self._count()
+
+    def _on_adopt(self, request: _Request) -> None:
+        self._adopting -= 1
+        self._requests[request.request.id] = request
         self._count()
 
     def _on_resume(self, request_id: RequestId, first: OutputToken) -> None:
@@ -181,6 +210,8 @@ class FakeEngine:
                 return
         request.output = [first.token]
         request.state = "decoding"
+        hashes = self._hashes(prompt)
+        self._cache.index(zip(hashes, request.blocks[: len(hashes)], strict=True))
 
     def _on_drop(self, request_id: RequestId) -> None:
         if request := self._requests.get(request_id):
@@ -198,9 +229,10 @@ class FakeEngine:
 
     def _admit(self, request: _Request, kind: str) -> None:
         count = self.layout.blocks_for(len(request.request.prompt))
-        if kind in self.paused or count > len(self._free):
+        claim = None if kind in self.paused else self._cache.claim([], count)
+        if claim is None:
             return
-        request.blocks, self._free = tuple(self._free[:count]), self._free[count:]
+        request.blocks = claim.blocks
         if kind == "adopt":
             request.state = "adopted"
             self._count()
@@ -246,10 +278,11 @@ class FakeEngine:
 
     def _forget(self, request: _Request) -> None:
         del self._requests[request.request.id]
-        for block in request.blocks:
-            # A copy that still reads or writes here is found out.
-            self._fill(block, np.full(self.layout.block_bytes, 0xDD, dtype=np.uint8))
-        self._free = sorted((*self._free, *request.blocks))
+        for block in request.blocks[request.cached :]:
+            if block not in self._cache._index._hash_of:
+                # A copy that still reads or writes here is found out.
+                self._fill(block, np.full(self.layout.block_bytes, 0xDD, dtype=np.uint8))
+        self._cache.release(request.blocks)
 
     def _fill(self, block: int, whole: np.ndarray[Any, Any]) -> None:
         for source, target, size in self.pool_map.scatter([0], [block]):

@@ -7,10 +7,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,21 @@ async def pair(
         await d.close()
         await made.prefill.close()
     assert not segments(d.config.shm_prefix)
+
+
+def drive(kind: str, scenario: Callable[[Pair], Awaitable[None]], **options: Any) -> None:
+    """Run the scenario on a pair of its own."""
+
+    async def main() -> None:
+        async with pair(kind, **options) as both:
+            await scenario(both)
+
+    asyncio.run(main())
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed * 100_003 + tokens)
+    return tuple(rng.randrange(500) for _ in range(tokens))
 
 
 def segments(prefix: str) -> list[str]:

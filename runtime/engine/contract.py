@@ -66,10 +66,12 @@ class Computed:
 @dataclass(frozen=True, slots=True)
 class Adopted:
     """Mode decode: these device blocks, one per prompt block, are the request's; put its KV there,
-    then `resume`."""
+    then `resume`. The first `cached` hold theirs already: other requests may read them, nobody may
+    write them."""
 
     id: RequestId
     blocks: tuple[int, ...]
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,14 @@ class EngineControl(Protocol):
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Its first event may be EngineFailed (queue full: 503; can never fit:
         400)."""
+
+    def adopt(self, request: EngineRequest, most_new: int) -> Adopted | None:
+        """Mode decode: device blocks for the prompt at once, leading ones from the prefix cache,
+        when it could run soon and at most `most_new` of them are not cached. As after `submit` and
+        its Adopted from then on. None: the engine knows nothing of it.
+
+        For the thread that calls the other methods, and all-or-nothing: a request never holds some
+        device blocks while it waits for others."""
 
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         """Mode decode: the KV of the whole prompt is in place; `first` is output token 0 (already

@@ -18,6 +18,7 @@ import torch
 
 from runtime.config import WorkerConfig
 from runtime.engine.contract import (
+    Adopted,
     EngineEvent,
     EngineFailed,
     EngineRequest,
@@ -40,6 +41,10 @@ log = logging.getLogger(__name__)
 # How long a thread keeps the interpreter lock that another one wants. With the default of 5 ms the
 # asyncio thread could hold up a step by that much at each of its hundreds of operations.
 _SWITCH_INTERVAL_S = 0.0005
+
+# Blocks that each active sequence keeps to grow into when device blocks are given to a request
+# whose KV is not there yet: else decoding would soon stop for one that only waits for prefill.
+_ROOM_TO_GROW = 4
 
 
 class Engine:
@@ -86,6 +91,7 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._arriving = 0
+        self._adopting = 0
         self._stopping = False
         self._stats = self._stepper.stats()
 
@@ -110,6 +116,21 @@ class Engine:
             self._inbox.append(lambda: self._stepper.submit(request, now))
             self._wake.notify()
 
+    def adopt(self, request: EngineRequest, most_new: int) -> Adopted | None:
+        now = time.monotonic()
+        with self._wake:
+            active = self._stats.running + self._adopting
+            # Who waits for blocks comes first.
+            if self._stats.waiting + self._arriving or active >= self._limits.max_num_seqs:
+                return None
+            claim = self._stepper.claim(request.prompt, _ROOM_TO_GROW * active, most_new)
+            if claim is None:
+                return None
+            self._adopting += 1
+            self._inbox.append(lambda: self._stepper.adopt(request, claim, now))
+            self._wake.notify()
+        return Adopted(request.id, claim.blocks, claim.cached)
+
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         self._post(lambda: self._stepper.resume(request_id, first))
 
@@ -118,7 +139,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._wake:
-            return replace(self._stats, waiting=self._stats.waiting + self._arriving)
+            return replace(
+                self._stats,
+                waiting=self._stats.waiting + self._arriving,
+                running=self._stats.running + self._adopting,
+            )
 
     def stop(self) -> None:
         """Makes `run` return after the step under way."""
@@ -151,11 +176,12 @@ class Engine:
             if self._stopping:
                 return False
             commands, self._inbox = self._inbox, deque()
-            arriving = self._arriving
+            arriving, adopting = self._arriving, self._adopting
         for command in commands:
             command()
         with self._wake:
             self._arriving -= arriving
+            self._adopting -= adopting
             self._stats = self._stepper.stats()
         return True
 

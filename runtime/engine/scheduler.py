@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from runtime.engine.sequence import Sequence, State, Work
-from runtime.kv.pool import BlockAllocator
-from runtime.kv.prefix import PrefixIndex, block_hashes
+from runtime.kv.cache import BlockCache
+from runtime.kv.prefix import block_hashes
 from runtime.protocol import RequestId
 
 
@@ -36,11 +36,10 @@ class Plan:
 
 
 class Scheduler:
-    def __init__(self, num_blocks: int, limits: Limits, prefix_cache: bool) -> None:
+    def __init__(self, cache: BlockCache, limits: Limits, prefix_cache: bool) -> None:
         self._limits = limits
-        self._index = PrefixIndex()
         self._prefix_cache = prefix_cache
-        self.blocks = BlockAllocator(num_blocks, self._index.remove)
+        self._cache = cache
         self.preemptions = 0
         self._sequences: dict[RequestId, Sequence] = {}
         self._waiting: deque[Sequence] = deque()  # in order of arrival
@@ -66,6 +65,12 @@ class Scheduler:
         assert sequence.id not in self._sequences, f"request {sequence.id} is already here"
         self._sequences[sequence.id] = sequence
         self._waiting.append(sequence)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """It comes with all blocks of its prompt, claimed by whoever fills them."""
+        assert sequence.id not in self._sequences, f"request {sequence.id} is already here"
+        self._sequences[sequence.id] = sequence
+        sequence.state = State.ADOPTED
 
     def resume(self, sequence: Sequence, first: int) -> None:
         """The KV of an adopted sequence's prompt is in place; `first` is its output token 0."""
@@ -147,42 +152,37 @@ class Scheduler:
     def _claim(self, sequence: Sequence, share: bool) -> bool:
         """Blocks for all tokens it has, leading ones from the prefix cache if it may share."""
         needed = -(-len(sequence.tokens) // self._limits.block_size)
-        shared = self._match(sequence) if share else []
-        for block in shared:
-            self.blocks.retain(block)
         # Each growing sequence keeps a block to grow into, else this one would soon be put back.
         growing = sum(s.mode != "prefill" for s in self._sequences.values() if s.blocks)
-        own = None
-        if needed - len(shared) + growing <= self.blocks.available:
-            own = self.blocks.allocate(needed - len(shared))
-        if own is None:
-            self.blocks.release(shared)
+        hashes = self._reusable(sequence) if share else []
+        claim = self._cache.claim(hashes, needed, spare=growing)
+        if claim is None:
             return False
-        sequence.blocks = shared + own
-        sequence.num_computed = len(shared) * self._limits.block_size
-        sequence.num_indexed = len(shared)
+        sequence.blocks = list(claim.blocks)
+        sequence.num_computed = claim.cached * self._limits.block_size
+        sequence.num_indexed = claim.cached
         if not sequence.preemptions:
             sequence.cached_tokens = sequence.num_computed
         return True
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of all but its last token, so that at least one token is computed."""
+    def _reusable(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of all but its last token, so that at least one token is computed."""
         if not self._prefix_cache:
             return []
         size = self._limits.block_size
         hashes = block_hashes(sequence.tokens, size, sequence.hashes)
-        return self._index.match(hashes[: (len(sequence.tokens) - 1) // size])
+        return hashes[: (len(sequence.tokens) - 1) // size]
 
     def _grow(self, sequence: Sequence) -> bool:
         """A block for its next token. May put back later sequences, last this one itself: False."""
         if sequence.num_computed < len(sequence.blocks) * self._limits.block_size:
             return True
-        while (block := self.blocks.allocate(1)) is None:
+        while (block := self._cache.allocate()) is None:
             victim = next(s for s in reversed(self._running) if s.preemptible)
             self._put_back(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += block
+        sequence.blocks.append(block)
         return True
 
     def _put_back(self, sequence: Sequence) -> None:
@@ -201,10 +201,8 @@ class Scheduler:
         if full == sequence.num_indexed:
             return
         hashes = block_hashes(sequence.tokens, self._limits.block_size, sequence.hashes)
-        for number in range(sequence.num_indexed, full):
-            block = sequence.blocks[number]
-            if self._index.insert(hashes[number], block):
-                self.blocks.mark_reusable(block)
+        new = slice(sequence.num_indexed, full)
+        self._cache.index(zip(hashes[new], sequence.blocks[new], strict=True))
         sequence.num_indexed = full
 
     def _run(self, sequence: Sequence) -> None:
@@ -212,7 +210,7 @@ class Scheduler:
         insort(self._running, sequence, key=lambda s: s.order)
 
     def _free(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.blocks)
+        self._cache.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
         sequence.num_indexed = 0

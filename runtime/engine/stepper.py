@@ -27,6 +27,8 @@ from runtime.engine.finish import finish_reason
 from runtime.engine.sampler import is_plain, sample
 from runtime.engine.scheduler import Limits, Plan, Scheduler
 from runtime.engine.sequence import Sequence, Work
+from runtime.kv.cache import BlockCache, Claim
+from runtime.kv.prefix import block_hashes
 from runtime.protocol import FinishReason, OutputToken, RequestId
 
 log = logging.getLogger(__name__)
@@ -60,8 +62,9 @@ class Stepper:
         bounds: Bounds,
         runner: ModelRunner,
     ) -> None:
-        self._scheduler = Scheduler(num_blocks, limits, prefix_cache)
-        self._num_blocks = num_blocks
+        self._cache = BlockCache(num_blocks)
+        self._scheduler = Scheduler(self._cache, limits, prefix_cache)
+        self._prefix_cache = prefix_cache
         self._block_size = limits.block_size
         self._bounds = bounds
         self._eos: Collection[int] = frozenset(bounds.eos_token_ids)
@@ -71,6 +74,15 @@ class Stepper:
         self._counters = dict.fromkeys(
             ("requests_finished", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0.0
         )
+
+    # ---- any thread, any time ---------------------------------------------------------------
+
+    def claim(self, prompt: tuple[int, ...], spare: int, most_new: int) -> Claim | None:
+        """Blocks of the prompt for `adopt`, which must follow, if there are `spare` more. Cached
+        ones count from its first full block to its last: prefill samples the first token."""
+        hashes = block_hashes(prompt, self._block_size, []) if self._prefix_cache else []
+        count = -(-len(prompt) // self._block_size)
+        return self._cache.claim(hashes, count, spare=spare, most_new=most_new)
 
     # ---- between steps ----------------------------------------------------------------------
 
@@ -86,6 +98,16 @@ class Stepper:
             self._arrivals += 1
             limit = self._limit(request)
             self._scheduler.add(Sequence.of(request, self._arrivals, limit, now))
+
+    def adopt(self, request: EngineRequest, claim: Claim, now: float) -> None:
+        """A request of mode decode that was admitted, with its blocks."""
+        assert self._scheduler.get(request.id) is None, f"request {request.id} is already here"
+        self._arrivals += 1
+        sequence = Sequence.of(request, self._arrivals, self._limit(request), now)
+        sequence.blocks = list(claim.blocks)
+        sequence.num_indexed = claim.cached
+        sequence.cached_tokens = claim.cached * self._block_size
+        self._scheduler.adopt(sequence)
 
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         sequence = self._scheduler.get(request_id)
@@ -107,9 +129,9 @@ class Stepper:
         return EngineStats(
             waiting=scheduler.num_waiting,
             running=scheduler.num_active,
-            device_blocks_total=self._num_blocks,
-            device_blocks_held=scheduler.blocks.held,
-            device_blocks_cached=scheduler.blocks.cached,
+            device_blocks_total=self._cache.num_blocks,
+            device_blocks_held=self._cache.held,
+            device_blocks_cached=self._cache.cached,
             counters={**self._counters, "preemptions": float(scheduler.preemptions)},
         )
 

@@ -196,12 +196,15 @@ def usage(choices: Sequence[Choice]) -> Json:
     firsts = {c.prompt_index: c for c in reversed(choices)}.values()
     prompt = sum(c.prompt_tokens for c in firsts)
     completion = sum(len(c.tokens) for c in choices)
-    cached = sum(c.served.cached_tokens for c in firsts if c.served is not None)
+    served = [c.served for c in firsts if c.served is not None]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(s.cached_tokens for s in served),
+            "decode_cached_tokens": sum(s.decode_cached_tokens for s in served),
+        },
     }
 
 

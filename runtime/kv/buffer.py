@@ -78,6 +78,10 @@ class CpuBuffer:
         return Region(self._segment.address, self._segment.nbytes)
 
     @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
     def used_blocks(self) -> int:
         return self.num_blocks - len(self._free)
 
@@ -90,8 +94,8 @@ class CpuBuffer:
         return sum(r.held for r in self._open.values() if r.writer_open and not r.wanted)
 
     def reserve(self, nonce: int, count: int) -> Reservation | None:
-        """`count` blocks, or None when there are not so many now."""
-        assert nonce not in self._open and count > 0
+        """`count` blocks, or None when there are not so many now. None at all may be needed."""
+        assert nonce not in self._open and count >= 0
         if count > len(self._free):
             return None
         blocks = tuple(heapq.heappop(self._free) for _ in range(count))

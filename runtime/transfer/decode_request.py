@@ -35,6 +35,29 @@ class DecodeSession:
 
 
 @dataclass(slots=True, eq=False)
+class Landing:
+    """KV on its way through blocks of the buffer into device blocks, in order."""
+
+    reservation: Reservation
+    device: tuple[int, ...] | None
+    """Where each block of the reservation goes; None: no device blocks yet."""
+    landed: int = 0
+    """The first blocks that hold final bytes in the buffer,"""
+    queued: int = 0
+    """that were given to the copy lane,"""
+    copied: int = 0
+    """that are in the device pool."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.reservation.blocks)
+
+    @property
+    def done(self) -> bool:
+        return self.copied == self.blocks
+
+
+@dataclass(slots=True, eq=False)
 class DecodeRequest:
     """States in order: waiting, prefilling, landing, decoding; `over` once the front had its last
     message.
@@ -48,17 +71,15 @@ class DecodeRequest:
     waiter: Waiter | None = None
     reserve_timer: asyncio.TimerHandle | None = None
     deadline_timer: asyncio.TimerHandle | None = None
-    reservation: Reservation | None = None
+    have_blocks: int = 0
+    """Leading blocks of the prompt that are in the device pool already, and held for it."""
+    adopted: tuple[int, ...] | None = None
+    """All device blocks of the prompt, once the engine has given them."""
+    landing: Landing | None = None
+    """Set with the reservation; the prompt's other blocks."""
     granted: float = 0.0
     submitted: bool = False
     """The engine knows the id."""
-    device_blocks: tuple[int, ...] | None = None
-    landed: int = 0
-    """The first blocks that hold final bytes in the buffer,"""
-    queued: int = 0
-    """that were given to the copy lane,"""
-    copied: int = 0
-    """that are in the device pool."""
     copies: set[Copy] = field(default_factory=set)
     first: FirstToken | None = None
     ready: KvReady | None = None
@@ -74,22 +95,24 @@ class DecodeRequest:
 
     @property
     def nonce(self) -> int:
-        assert self.reservation is not None
-        return self.reservation.nonce
+        assert self.landing is not None
+        return self.landing.reservation.nonce
 
     @property
     def all_landed(self) -> bool:
         """Every byte was put and has arrived: the peer is not needed any more."""
-        return self.ready is not None and self.landed == self.num_blocks
+        if self.ready is None or self.landing is None:
+            return False
+        return self.landing.landed == self.landing.blocks
 
     @property
     def leg(self) -> Leg:
         """Whom the request is waiting for."""
-        if self.reservation is None or self.all_landed:
+        if self.landing is None or self.all_landed:
             return "decode"
         return "prefill" if self.first is None else "transfer"
 
-    def served(self, instance: str, now: float) -> Served:
+    def served(self, instance: str, now: float, block_size: int) -> Served:
         """As far as known now."""
         stages = {"reserve": self.granted - self.arrived}
         cached = 0
@@ -112,5 +135,6 @@ class DecodeRequest:
             kv_bytes=kv_bytes,
             prompt_tokens=len(self.message.prompt),
             cached_tokens=cached,
+            decode_cached_tokens=self.have_blocks * block_size,
             stages=stages,
         )

@@ -44,10 +44,11 @@ from runtime.protocol import (
     PrefillFailed,
     Released,
     RequestId,
+    Served,
     Tokens,
 )
 from runtime.transfer.admission import Admission, refusal
-from runtime.transfer.decode_request import DecodeRequest, DecodeSession
+from runtime.transfer.decode_request import DecodeRequest, DecodeSession, Landing
 from runtime.transfer.peer_table import PeerTable
 from runtime.transfer.reservations import Reservations, Waiter
 from runtime.transfer.swap_in import SwapIn
@@ -99,7 +100,7 @@ class DecodeHandoff:
         request.deadline_timer = loop.call_at(request.deadline, self._expire, request)
         reserve_by = now + self._config.reserve_timeout_s
         request.reserve_timer = loop.call_at(reserve_by, self._no_room, request)
-        request.waiter = Waiter(blocks, partial(self._granted, request))
+        request.waiter = Waiter(partial(self._needs, request), partial(self._granted, request))
         self.reservations.join(request.waiter)
 
     def abort(self, request_id: RequestId) -> None:
@@ -119,11 +120,23 @@ class DecodeHandoff:
 
     # ---- reserve --------------------------------------------------------------------------------
 
+    def _needs(self, request: DecodeRequest, free: int) -> int:
+        """Blocks of the buffer for the prompt. With device blocks at once, when it could run soon,
+        those that the prefix cache has need not come.
+        """
+        if adopted := self._engine.adopt(self._engine_request(request), free):
+            request.submitted = True
+            request.adopted = adopted.blocks
+            request.have_blocks = adopted.cached
+        return request.num_blocks - request.have_blocks
+
     def _granted(self, request: DecodeRequest, reservation: Reservation) -> None:
         now = self._loop.time()
         request.waiter = None
-        request.reservation = reservation
+        device = request.adopted and request.adopted[request.have_blocks :]
+        request.landing = Landing(reservation, device)
         request.granted = now
+        self.counters["reserve_seconds"] += now - request.arrived
         _cancel_timer(request.reserve_timer)
         session, message = request.session, request.message
         session.requests[reservation.nonce] = request
@@ -136,6 +149,7 @@ class DecodeHandoff:
                 prompt=message.prompt,
                 params=message.params,
                 blocks=reservation.blocks,
+                have_blocks=request.have_blocks,
                 deadline_s=request.deadline - now,
             ),
         )
@@ -199,7 +213,7 @@ class DecodeHandoff:
             Tokens(
                 id=request.message.id,
                 tokens=(message.token,),
-                served=request.served(self._config.name, self._loop.time()),
+                served=self._served(request),
             )
         )
         self._adopt(request)
@@ -214,14 +228,14 @@ class DecodeHandoff:
             self._fail(request, text, message.status, message.leg, retry)
         elif isinstance(message, Released) or request.first is None:
             self._fail(request, f"{peer} gave the request back unasked", 502, "prefill")
-        elif message.nbytes != (expected := request.num_blocks * self._layout.block_bytes):
+        elif message.nbytes != (expected := self._to_move(request) * self._layout.block_bytes):
             text = f"{peer} moved {message.nbytes} of {expected} bytes of KV"
             self._fail(request, text, 502, "transfer")
         else:
             request.ready = message
             request.ready_at = self._loop.time()
             # What is put by shm is here; tcp answers with what it has really received.
-            self._on_landed(request, request.num_blocks)
+            self._on_landed(request, self._to_move(request))
 
     # ---- swap in --------------------------------------------------------------------------------
 
@@ -230,22 +244,23 @@ class DecodeHandoff:
         if request.submitted:
             return
         request.submitted = True
-        message = request.message
-        self._engine.submit(EngineRequest(message.id, message.prompt, message.params, "decode"))
+        self._engine.submit(self._engine_request(request))
 
     def _on_landed(self, request: DecodeRequest, reported: int) -> None:
+        landing = request.landing
+        assert landing is not None
         landed = request.session.receiver.landed(request.nonce, reported)
-        if landed > request.num_blocks:
+        if landed > landing.blocks:
             self._fail(request, f"{request.session.peer} reported blocks that are not its", 502)
             return
-        request.landed = max(request.landed, landed)
+        landing.landed = max(landing.landed, landed)
         if request.all_landed and not request.landed_at:
             request.landed_at = self._loop.time()
-        if request.landed:
+        if landing.landed:
             self._adopt(request)
             self._swap.advance(request)
-            # The copies may have been done before KvReady came.
-            self._maybe_resume(request)
+        # The copies may have been done before KvReady came, or there were none to make.
+        self._maybe_resume(request)
 
     def _on_copy_end(self, request: DecodeRequest, error: TransferError | None) -> None:
         if request.over:
@@ -256,7 +271,7 @@ class DecodeHandoff:
     def _maybe_resume(self, request: DecodeRequest) -> None:
         if request.over or request.resumed:
             return
-        if not request.all_landed or request.copied < request.num_blocks:
+        if not request.all_landed or request.landing is None or not request.landing.done:
             return
         assert request.first is not None and request.ready is not None
         request.resumed_at = self._loop.time()
@@ -265,7 +280,9 @@ class DecodeHandoff:
         del request.session.requests[request.nonce]
         self.counters["transfers"] += 1
         self.counters[f"kv_bytes_{request.session.path}"] += request.ready.nbytes
-        stages = request.served(self._config.name, request.resumed_at).stages
+        self.counters["prompt_tokens"] += len(request.message.prompt)
+        self.counters["cached_tokens"] += request.have_blocks * self._layout.block_size
+        stages = self._served(request).stages
         self.counters["transfer_seconds"] += stages["transfer"]
         self.counters["swap_in_seconds"] += stages["swap_in"]
 
@@ -276,8 +293,10 @@ class DecodeHandoff:
         if request is None:
             return
         if isinstance(event, Adopted):
-            request.device_blocks = event.blocks
+            assert request.landing is not None
+            request.adopted = request.landing.device = event.blocks
             self._swap.advance(request)
+            self.reservations.pump()
         elif isinstance(event, Produced):
             if event.finish is None:
                 self._send(Tokens(id=event.id, tokens=event.tokens))
@@ -303,7 +322,7 @@ class DecodeHandoff:
         leg: Leg = "transfer",
         retry_after_s: float | None = None,
     ) -> None:
-        if request.reservation is not None and leg != "decode" and not request.resumed:
+        if request.landing is not None and leg != "decode" and not request.resumed:
             self.counters["transfer_failures"] += 1
         self._close(request, cancel_peer=True)
         self._send_failed(
@@ -325,7 +344,7 @@ class DecodeHandoff:
         *,
         cancel_peer: bool = True,
     ) -> None:
-        served = request.served(self._config.name, self._loop.time())
+        served = self._served(request)
         self._close(request, cancel_peer=cancel_peer)
         self._send(Tokens(id=request.message.id, tokens=tokens, finish=finish, served=served))
 
@@ -337,8 +356,8 @@ class DecodeHandoff:
         _cancel_timer(request.reserve_timer)
         if request.waiter:
             self.reservations.leave(request.waiter)
-        if reservation := request.reservation:
-            session = request.session
+        if landing := request.landing:
+            session, reservation = request.session, landing.reservation
             session.requests.pop(reservation.nonce, None)
             if cancel_peer and reservation.nonce in session.writer.open:
                 self._tell(session, Cancel(reservation.nonce))
@@ -357,6 +376,18 @@ class DecodeHandoff:
         if request.submitted:
             request.submitted = False
             self._engine.drop(request.message.id)
+
+    def _engine_request(self, request: DecodeRequest) -> EngineRequest:
+        message = request.message
+        return EngineRequest(message.id, message.prompt, message.params, "decode")
+
+    def _to_move(self, request: DecodeRequest) -> int:
+        """Blocks that prefill is asked for."""
+        return request.num_blocks - request.have_blocks
+
+    def _served(self, request: DecodeRequest) -> Served:
+        now = self._loop.time()
+        return request.served(self._config.name, now, self._layout.block_size)
 
     def close(self) -> None:
         """The process ends: no timer fires and no event is sent after this."""

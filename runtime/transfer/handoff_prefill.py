@@ -136,12 +136,12 @@ class PrefillHandoff:
     def _refusal(self, session: PrefillSession, message: Prefill) -> str:
         if session.sender is None:
             return "the data connection is not open"
-        wanted = self._layout.blocks_for(len(message.prompt))
-        if not message.blocks or len(message.blocks) != wanted:
-            return f"{len(message.blocks)} blocks for a prompt that needs {wanted}"
-        blocks = message.blocks
+        blocks, have = message.blocks, message.have_blocks
+        wanted = self._layout.blocks_for(len(message.prompt)) - have
+        if have < 0 or len(blocks) != wanted:
+            return f"{len(blocks)} blocks for a prompt that needs {wanted} more than {have}"
         room = self._blocks_of(session)
-        if min(blocks) < 0 or max(blocks) >= room or len(set(blocks)) != wanted:
+        if len(set(blocks)) != wanted or not all(0 <= block < room for block in blocks):
             return f"blocks that are not {wanted} different ones of the buffer's {room}"
         return ""
 
@@ -220,12 +220,17 @@ class PrefillHandoff:
             self._stop(outgoing, Released(nonce))
 
     def _on_computed(self, outgoing: Outgoing, event: Computed) -> None:
-        """Put what is final: full blocks while the prompt is under way, the last partial one at its
-        end.
+        """Put what is final and not there yet: full blocks while the prompt is under way, the last
+        partial one at its end. Blocks are counted from the first that decode asks for.
         """
         message, session = outgoing.message, outgoing.session
+        have = message.have_blocks
         done = event.num_tokens >= len(message.prompt)
-        stop = len(message.blocks) if done else event.num_tokens // self._layout.block_size
+        stop = event.num_tokens // self._layout.block_size - have
+        if done:
+            stop = len(message.blocks)
+            if not stop:
+                self._on_all_put(outgoing)
         start = outgoing.queued
         if stop <= start:
             return
@@ -235,7 +240,8 @@ class PrefillHandoff:
         assert sender is not None
 
         def piece(at: int, end: int) -> None:
-            runs = self._engine.pool_map.gather(event.blocks[at:end], message.blocks[at:end])
+            source = event.blocks[have + at : have + end]
+            runs = self._engine.pool_map.gather(source, message.blocks[at:end])
             outgoing.nbytes += sender.put(message.nonce, pool, runs)
 
         copy = Copy(
@@ -267,13 +273,16 @@ class PrefillHandoff:
                 PrefillFailed(nonce=message.nonce, message=str(error), status=502, leg="transfer"),
             )
         elif outgoing.put == len(message.blocks):
-            nbytes, seconds = outgoing.nbytes, self._loop.time() - outgoing.computed_at
-            assert outgoing.session.sender is not None
-            self.counters["transfers"] += 1
-            self.counters["transfer_seconds"] += seconds
-            self.counters[f"kv_bytes_{outgoing.session.sender.path}"] += nbytes
-            answer = KvReady(nonce=message.nonce, nbytes=nbytes, transfer_s=seconds)
-            self._stop(outgoing, answer)
+            self._on_all_put(outgoing)
+
+    def _on_all_put(self, outgoing: Outgoing) -> None:
+        nbytes, seconds = outgoing.nbytes, self._loop.time() - outgoing.computed_at
+        assert outgoing.session.sender is not None
+        self.counters["transfers"] += 1
+        self.counters["transfer_seconds"] += seconds
+        self.counters[f"kv_bytes_{outgoing.session.sender.path}"] += nbytes
+        nonce = outgoing.message.nonce
+        self._stop(outgoing, KvReady(nonce=nonce, nbytes=nbytes, transfer_s=seconds))
 
     # ---- the ways out ---------------------------------------------------------------------------
 

@@ -238,7 +238,7 @@ class PeerClient:
             else:
                 granted.set_result(reservation)
 
-        waiter = Waiter(1, take)
+        waiter = Waiter(lambda _: 1, take)
         self._handoff.reservations.join(waiter, first=True)
         try:
             return await granted

@@ -24,9 +24,12 @@ _FENCE_POLL_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """`granted` is called once, with the lock of nothing held, unless the waiter left before."""
+    """`needs(free)` is asked, each time it is first in the queue and things changed, for how many
+    blocks it wants when `free` are free; what it claims elsewhere for a number up to `free` is its
+    own, for `granted` follows at once. `granted` is called once, unless the waiter left before.
+    """
 
-    count: int
+    needs: Callable[[int], int]
     granted: Callable[[Reservation], None]
 
 
@@ -49,7 +52,7 @@ class Reservations:
         self._lost: list[Writer] = []
         self._poll: asyncio.TimerHandle | None = None
         self._next_nonce = 0
-        buffer.on_free = self._pump
+        buffer.on_free = self.pump
 
     @property
     def buffer(self) -> CpuBuffer:
@@ -70,7 +73,7 @@ class Reservations:
             self._queue.appendleft(waiter)
         else:
             self._queue.append(waiter)
-        self._pump()
+        self.pump()
 
     def leave(self, waiter: Waiter) -> None:
         """Stop waiting. A waiter that is not queued any more is ignored."""
@@ -78,11 +81,13 @@ class Reservations:
             self._queue.remove(waiter)
         except ValueError:
             return
-        self._pump()
+        self.pump()
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
+        """Serve who can be served; called when blocks of the buffer or of the device came free."""
         while self._queue:
-            reservation = self._buffer.reserve(self._next_nonce + 1, self._queue[0].count)
+            count = self._queue[0].needs(self._buffer.free_blocks)
+            reservation = self._buffer.reserve(self._next_nonce + 1, count)
             if reservation is None:
                 return
             self._next_nonce += 1

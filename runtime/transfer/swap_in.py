@@ -13,7 +13,7 @@ from runtime.engine.contract import EngineControl
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer
 from runtime.kv.swap import Copy, CopyLane, copy_region, split_blocks
-from runtime.transfer.decode_request import DecodeRequest
+from runtime.transfer.decode_request import DecodeRequest, Landing
 
 
 class SwapIn:
@@ -41,12 +41,12 @@ class SwapIn:
 
     def advance(self, request: DecodeRequest) -> None:
         """Copy what has landed and has a place to go; copies of one request follow each other."""
-        reservation, device = request.reservation, request.device_blocks
-        if device is None or request.queued == request.landed:
+        landing = request.landing
+        if landing is None or landing.device is None or landing.queued == landing.landed:
             return
-        assert reservation is not None
-        cuts = split_blocks(request.queued, request.landed, self._buffer.block_bytes)
-        request.queued = request.landed
+        reservation, device = landing.reservation, landing.device
+        cuts = split_blocks(landing.queued, landing.landed, self._buffer.block_bytes)
+        landing.queued = landing.landed
         source, pool, pool_map = self._buffer.region, self._engine.pool, self._engine.pool_map
 
         def piece(at: int, end: int) -> None:
@@ -55,8 +55,8 @@ class SwapIn:
 
         copy = Copy(
             [partial(piece, at, end) for at, end in cuts],
-            lambda done: self._copied(request, cuts[done - 1][1]),
-            lambda error: self._ended(request, copy, error),
+            lambda done: self._copied(request, landing, cuts[done - 1][1]),
+            lambda error: self._ended(request, landing, copy, error),
         )
         request.copies.add(copy)
         self._buffer.set_reading(reservation, True)
@@ -67,15 +67,15 @@ class SwapIn:
         for copy in request.copies:
             copy.cancel()
 
-    def _copied(self, request: DecodeRequest, blocks: int) -> None:
-        assert request.reservation is not None
-        request.copied = blocks
-        self._buffer.copied(request.reservation, blocks)
+    def _copied(self, request: DecodeRequest, landing: Landing, blocks: int) -> None:
+        landing.copied = blocks
+        self._buffer.copied(landing.reservation, blocks)
         self._on_copied(request)
 
-    def _ended(self, request: DecodeRequest, copy: Copy, error: TransferError | None) -> None:
+    def _ended(
+        self, request: DecodeRequest, landing: Landing, copy: Copy, error: TransferError | None
+    ) -> None:
         request.copies.discard(copy)
         if not request.copies:
-            assert request.reservation is not None
-            self._buffer.set_reading(request.reservation, False)
+            self._buffer.set_reading(landing.reservation, False)
         self._on_end(request, error)

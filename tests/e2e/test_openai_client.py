@@ -24,9 +24,19 @@ def together(mixed: Deployment) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{mixed.endpoint}/v1", api_key="none", max_retries=0)
 
 
+BLOCK_BYTES = 16 * 46_080
+"""16 tokens of float32 K and V in 30 layers."""
+
+
+def new_blocks(served: dict[str, Any]) -> int:
+    """Blocks of the prompt that decode did not have, the last one perhaps partly filled."""
+    blocks: int = -(-served["prompt_tokens"] // 16) - served["decode_cached_tokens"] // 16
+    return blocks
+
+
 def chat(client: openai.OpenAI, **options: Any) -> Any:
     return client.chat.completions.create(
-        model=MODEL_NAME, messages=QUESTION, **({"max_tokens": 12} | options)
+        **({"model": MODEL_NAME, "messages": QUESTION, "max_tokens": 12} | options)
     )
 
 
@@ -79,9 +89,33 @@ def test_stream_equals_whole_and_proves_the_handover(apart: openai.OpenAI) -> No
     assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens
     assert served is not None
     assert (served["prefill"], served["decode"], served["path"]) == ("prefill-0", "decode-0", "shm")
-    blocks = -(-usage.prompt_tokens // 16)
-    assert served["kv_bytes"] == blocks * 16 * 46_080, "whole blocks of float32 K and V, 30 layers"
+    assert served["decode_cached_tokens"] == usage.prompt_tokens // 16 * 16, "asked before"
+    assert served["kv_bytes"] == new_blocks(served) * BLOCK_BYTES
     assert {"reserve", "prefill", "transfer", "swap_in", "decode"} <= served["stages"].keys()
+
+
+def test_the_second_turn_of_a_chat_moves_only_what_is_new(
+    apart: openai.OpenAI, together: openai.OpenAI
+) -> None:
+    story = "The harbour town lived by its tides, and the boats left before the light. " * 8
+    messages = [{"role": "user", "content": f"{story}Who left before the light?"}]
+    first, oracle = (chat(c, temperature=0, messages=messages) for c in (apart, together))
+    assert outcome(first) == outcome(oracle)
+    served = first.model_extra["pdctl"]
+    assert served["decode_cached_tokens"] < 64, "the template's own words at most"
+    assert served["kv_bytes"] == new_blocks(served) * BLOCK_BYTES
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And what did the town live by?"},
+    ]
+    second, oracle = (chat(c, temperature=0, messages=messages) for c in (apart, together))
+    assert outcome(second) == outcome(oracle)
+    again = second.model_extra["pdctl"]
+    had = again["decode_cached_tokens"]
+    assert had >= served["prompt_tokens"] // 16 * 16
+    assert again["kv_bytes"] == new_blocks(again) * BLOCK_BYTES < served["kv_bytes"] / 2
+    details = second.usage.prompt_tokens_details
+    assert details.cached_tokens > 0 and details.model_extra["decode_cached_tokens"] == had
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,44 @@ def test_prefill_then_decode_equals_generate(serve: Serve, params: dict[str, Any
     assert prefill.idle() and decode.idle()
 
 
+def test_adopt_gives_what_is_cached_and_the_output_stays_the_same(serve: Serve) -> None:
+    served = serve()
+    prompt = PROMPT[:48]
+    served.submit("m", prompt)
+    expected = served.tokens(12)
+    assert served.idle()
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    request = EngineRequest(RequestId("d"), tuple(prompt), params, "decode")
+    adopted = served.engine.adopt(request, 0)
+    assert adopted is not None
+    assert (len(adopted.blocks), adopted.cached) == (6, 6)
+    stats = served.engine.stats()
+    assert (stats.running, stats.waiting) == (1, 0)
+    served.engine.resume(request.id, OutputToken(expected[0]))
+    assert served.tokens(11) == expected[1:]
+    assert served.idle()
+    other = EngineRequest(RequestId("e"), tuple(reversed(prompt)), params, "decode")
+    assert served.engine.adopt(other, 5) is None
+    taken = served.engine.adopt(other, 6)
+    assert taken is not None and taken.cached == 0
+    served.engine.drop(other.id)
+    assert served.idle()
+
+
+def test_adopt_never_overtakes_who_waits(serve: Serve) -> None:
+    served = serve(max_num_seqs=1)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    one, two = (EngineRequest(RequestId(n), (1, 2, 3), params, "decode") for n in "ab")
+    assert served.engine.adopt(one, 9) is not None
+    assert served.engine.adopt(two, 9) is None  # as many as may run
+    served.submit("c", [1, 2, 3], "decode")
+    served.engine.drop(one.id)
+    event = served.event()
+    assert isinstance(event, Adopted) and event.id == "c"
+    served.engine.drop(event.id)
+    assert served.idle()
+
+
 def test_concurrent_requests_equal_those_alone(serve: Serve) -> None:
     alone, together = serve(prefix_cache=False), serve(kv_cache_bytes=26 * 4096)
     prompts = {f"r{i}": PROMPT[: 5 + 4 * i] for i in range(8)}

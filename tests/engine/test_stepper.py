@@ -165,6 +165,29 @@ def test_decode_continues_what_prefill_began() -> None:
     assert bench.idle()
 
 
+def test_a_claim_ahead_of_its_kv_shares_what_is_cached() -> None:
+    bench = Bench()
+    prompt = [i % VOCAB for i in range(16)]
+    bench.submit("a", prompt, max_tokens=1)
+    bench.finish()
+    claim = bench.stepper.claim(tuple(prompt), 0, 0)
+    assert claim is not None and claim.cached == 4
+    assert bench.stepper.claim((9, *prompt), 0, 3) is None  # 5 new ones
+    request = EngineRequest(
+        RequestId("d"),
+        tuple(prompt),
+        SamplingParams(max_tokens=6, temperature=0, ignore_eos=True),
+        "decode",
+    )
+    bench.stepper.adopt(request, claim, 0.0)
+    assert not bench.step()
+    first = next_token(prompt)
+    bench.stepper.resume(RequestId("d"), OutputToken(first))
+    bench.finish()
+    assert [first, *bench.tokens("d")] == oracle(request, CONTEXT)[0]
+    assert bench.idle()
+
+
 def test_resume_after_drop_is_ignored() -> None:
     bench = Bench()
     bench.submit("d", [1, 2, 3], "decode")

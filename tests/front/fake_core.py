@@ -152,6 +152,7 @@ class FakeCore:
             kv_bytes=kv_bytes,
             prompt_tokens=len(request.prompt),
             cached_tokens=3,
+            decode_cached_tokens=2,
             stages={"reserve": 0.001, "prefill": 0.002, "transfer": 0.003, "decode": 0.004},
         )
 

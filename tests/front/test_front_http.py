@@ -46,6 +46,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == len("Grüße".encode()) + 1, "EOS counts"
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert answer.usage.prompt_tokens_details.model_extra == {"decode_cached_tokens": 2}
     served = (answer.model_extra or {})["pdctl"]
     assert served["prefill"] == "prefill-0" and served["decode"] == "decode-0"
     assert served["path"] == "shm" and served["kv_bytes"] == 4096

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_engine import FORBIDDEN_TOKEN, expected
-from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, pair, start
+from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, prompt, start
+from handoff_lab import drive as run
 
 from runtime.engine.roles import PrefillRole
 from runtime.errors import TransferError
 from runtime.protocol import Abort, Failed, RequestId, Tokens
-
-Scenario = Callable[[Pair], Awaitable[None]]
 
 
 @pytest.fixture(params=["shm", "tcp"])
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value
-
-
-def run(kind: str, scenario: Scenario, **options: Any) -> None:
-    async def main() -> None:
-        async with pair(kind, **options) as both:
-            await scenario(both)
-
-    asyncio.run(main())
-
-
-def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
-    rng = random.Random(seed * 100_003 + tokens)
-    return tuple(rng.randrange(500) for _ in range(tokens))
 
 
 # ---- what is asked for -------------------------------------------------------------------------
@@ -129,12 +115,17 @@ def test_the_first_token_does_not_wait_for_device_blocks(kind: str) -> None:
 # ---- abort and deadline in every state ---------------------------------------------------------
 
 
+def copied(both: Pair, id_: RequestId) -> int:
+    landing = both.handoff._requests[id_].landing
+    return landing.copied if landing else 0
+
+
 async def _waiting(both: Pair, **ask: Any) -> RequestId:
     both.prefill.engine.pause("prefill")
     blocker = both.decode.ask(prompt(64))  # the whole buffer
     id_ = both.decode.ask(prompt(9), **ask)
     await asyncio.sleep(0.02)
-    assert both.handoff._requests[id_].reservation is None
+    assert both.handoff._requests[id_].landing is None
     both.handoff._loop.call_later(1.0, both.decode.role.abort, blocker)
     return id_
 
@@ -149,7 +140,7 @@ async def _prefilling(both: Pair, **ask: Any) -> RequestId:
 async def _landing(both: Pair, **ask: Any) -> RequestId:
     both.prefill.engine.pause("prefill_after_first")
     id_ = both.decode.ask(prompt(40), **ask)
-    await both.decode.until(lambda: both.handoff._requests[id_].copied == 2)
+    await both.decode.until(lambda: copied(both, id_) == 2)
     return id_
 
 
@@ -383,7 +374,7 @@ def test_small_requests_do_not_overtake_a_large_one(kind: str) -> None:
         small = [both.decode.ask(prompt(4, n)) for n in range(5)]
         await asyncio.sleep(0.05)
         requests = both.handoff._requests
-        assert all(requests[id_].reservation is None for id_ in [large, *small])
+        assert all(requests[id_].landing is None for id_ in [large, *small])
         both.prefill.engine.pause()
         for id_ in [first, large, *small]:
             await both.decode.answer(id_)
@@ -405,7 +396,7 @@ def test_a_lost_link_fails_what_needs_the_peer_at_once_and_spares_the_rest(kind:
         await decode.until(lambda: both.handoff._requests[spared].resumed)
         both.prefill.engine.pause("prefill_after_first")
         landing = decode.ask(prompt(40))
-        await decode.until(lambda: both.handoff._requests[landing].copied)
+        await decode.until(lambda: copied(both, landing))
         queued = decode.ask(prompt(64))
         session = both.handoff.peers._up["prefill-0"]
         both.handoff.session_down(session, "cut")
