@@ -111,6 +111,21 @@ class Generate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     deadline_s: float
 
 
+class PeerAddress(msgspec.Struct, frozen=True):
+    """Where decode instances reach a prefill instance."""
+
+    host: str
+    port: int
+
+
+class SetPeers(msgspec.Struct, frozen=True, tag=True):
+    """Decode role: the prefill instances that the router knows, by name. Sessions are kept with
+    these and the configured ones; a session with another goes on until it ends by itself.
+    """
+
+    peers: dict[str, PeerAddress]
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Stop this request and give back all it holds, in whatever stage it is. Unknown ids are
     ignored."""
@@ -122,7 +137,7 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     seq: int
 
 
-Command = Generate | Abort | GetStats
+Command = Generate | Abort | GetStats | SetPeers
 
 # ---- engine core -> front ------------------------------------------------------------------------
 
@@ -151,6 +166,14 @@ class PeerState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: str = ""
     reason: str = ""
     """Why it is down, or why it is up over no better path."""
+    requests: int = 0
+    """Decode, in Stats only: requests that still need this peer."""
+
+
+class PeerGone(msgspec.Struct, frozen=True, tag=True):
+    """Decode: this prefill peer is no longer dialled; nobody names it any more."""
+
+    name: str
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -213,7 +236,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     swap_in_seconds, preemptions, ..."""
 
 
-Event = CoreReady | PeerState | Tokens | Failed | Stats
+Event = CoreReady | PeerState | PeerGone | Tokens | Failed | Stats
 
 # ---- decode -> prefill ---------------------------------------------------------------------------
 
@@ -366,6 +389,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     ready: bool
     leaving: bool = False
+    draining: bool = False
+    """What the router answered last: one that was restarted learns from it who is drained."""
+    peer: PeerAddress | None = None
+    """Prefill: where decode instances connect. The router passes it on to them."""
     model: str
     fingerprint: dict[str, str | int]
     max_model_len: int
@@ -379,3 +406,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 class RegistrationReply(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float
     """Send the next one after this long."""
+    draining: bool = False
+    """This instance gets no new request; those under way go on."""
+    peers: dict[str, PeerAddress] = {}
+    """Decode: the prefill instances there are, by name."""
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /internal/drain, from pdctl. Holds for this process: a restarted one is not drained."""
+
+    name: str
+    draining: bool

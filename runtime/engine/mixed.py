@@ -19,6 +19,7 @@ from runtime.protocol import (
     Failed,
     Generate,
     Ledger,
+    PeerAddress,
     PeerState,
     RequestId,
     Served,
@@ -72,6 +73,9 @@ class MixedRole(Role):
             self._engine.drop(request_id)
             served = self._served(request)
             self._send(Tokens(id=request_id, tokens=(), finish="abort", served=served))
+
+    def set_peers(self, peers: Mapping[str, PeerAddress]) -> None:
+        """It needs none."""
 
     def on_engine(self, event: EngineEvent) -> None:
         request = self._requests.get(event.id)

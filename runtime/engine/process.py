@@ -38,6 +38,7 @@ from runtime.protocol import (
     Generate,
     GetStats,
     Ledger,
+    SetPeers,
     Stats,
 )
 from runtime.transfer.mailbox import Mailbox
@@ -251,6 +252,9 @@ class _Core:
             case Abort():
                 if self._role:
                     self._role.abort(command.id)
+            case SetPeers():
+                if self._role:
+                    self._role.set_peers(command.peers)
             case GetStats():
                 self._send(self._stats(command.seq))
 

@@ -15,6 +15,7 @@ from runtime.protocol import (
     Event,
     Generate,
     Ledger,
+    PeerAddress,
     PeerState,
     RequestId,
 )
@@ -56,6 +57,10 @@ class Role(ABC):
 
     @abstractmethod
     def abort(self, request_id: RequestId) -> None: ...
+
+    @abstractmethod
+    def set_peers(self, peers: Mapping[str, PeerAddress]) -> None:
+        """The prefill instances that the router knows."""
 
     @abstractmethod
     def on_engine(self, event: EngineEvent) -> None: ...

@@ -7,7 +7,6 @@ process.py.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -27,13 +26,14 @@ from runtime.protocol import (
     Generate,
     Hello,
     Ledger,
+    PeerAddress,
     PeerState,
     RequestId,
 )
 from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.handoff_prefill import PrefillHandoff
-from runtime.transfer.peer_client import PeerClient
 from runtime.transfer.peer_server import Local, PeerServer
+from runtime.transfer.peer_sessions import PeerSessions
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +94,9 @@ class PrefillRole(Role):
     def abort(self, request_id: RequestId) -> None:
         """There is none to stop: `generate` refuses them all."""
 
+    def set_peers(self, peers: Mapping[str, PeerAddress]) -> None:
+        """Decode instances come by themselves."""
+
     def on_engine(self, event: EngineEvent) -> None:
         self._handoff.on_engine(event)
 
@@ -122,14 +125,19 @@ class DecodeRole(Role):
         self.num_buffer_blocks = self._buffer.num_blocks
         self._lane = CopyLane("kv-swap-in", parts.mailbox.post)
         self._handoff = DecodeHandoff(config, parts.engine, self._buffer, self._lane, parts.send)
-        self._clients: list[asyncio.Task[None]] = []
+        self._sessions = PeerSessions(
+            self._hello(), parts.token, self._handoff, parts.mailbox.post, config.prefill_peers
+        )
 
     async def start(self) -> None:
         """Decode listens to nobody; it dials, once it may send events."""
 
     def serve(self) -> None:
+        self._sessions.start()
+
+    def _hello(self) -> Hello:
         config = self._parts.config
-        hello = Hello(
+        return Hello(
             version=PROTOCOL_VERSION,
             deployment=config.deployment,
             instance=config.name,
@@ -140,15 +148,12 @@ class DecodeRole(Role):
             segment_bytes=self._buffer.nbytes,
             block_bytes=self._buffer.block_bytes,
         )
-        post = self._parts.mailbox.post
-        for peer in config.prefill_peers:
-            client = PeerClient(peer, hello, self._parts.token, self._handoff, post)
-            self._clients.append(asyncio.create_task(client.run(), name=f"peer {peer.name}"))
+
+    def set_peers(self, peers: Mapping[str, PeerAddress]) -> None:
+        self._sessions.set(peers)
 
     async def close(self) -> None:
-        for task in self._clients:
-            task.cancel()
-        await asyncio.gather(*self._clients, return_exceptions=True)
+        await self._sessions.close()
         self._handoff.close()
         self._lane.close()
         await self._lane.wait_closed(_LANE_CLOSE_S)
@@ -167,7 +172,7 @@ class DecodeRole(Role):
         return self._handoff.ledger()
 
     def peers(self) -> dict[str, PeerState]:
-        return self._handoff.peers.states()
+        return self._handoff.peer_states()
 
     def counters(self) -> Mapping[str, float]:
         return self._handoff.counters

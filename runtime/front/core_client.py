@@ -25,8 +25,11 @@ from runtime.protocol import (
     Failed,
     Generate,
     GetStats,
+    PeerAddress,
+    PeerGone,
     PeerState,
     RequestId,
+    SetPeers,
     Stats,
     Tokens,
 )
@@ -102,6 +105,7 @@ class CoreClient:
         self._stopping = False
         self.ready: CoreReady | None = None
         self.peers: dict[str, PeerState] = {}
+        self._told_peers: dict[str, PeerAddress] = {}
         self.peer_was_linked = False
         self.dead = asyncio.Event()
         self.listeners: list[Callable[[], None]] = []
@@ -200,6 +204,9 @@ class CoreClient:
                 self.peers[event.name] = event
                 self.peer_was_linked |= event.path is not None
                 self._notify()
+            case PeerGone():
+                self.peers.pop(event.name, None)
+                self._notify()
             case Stats():
                 waiting = self._stats.pop(event.seq, None)
                 if waiting is not None and not waiting.done():
@@ -237,6 +244,16 @@ class CoreClient:
                 self._link.send(Abort(id_))
             except LinkClosed:
                 log.debug("request %s: not aborted, the core is gone", id_)
+
+    def set_peers(self, peers: dict[str, PeerAddress]) -> None:
+        """Decode role: the prefill instances there are now. Nothing is sent when that is known."""
+        if peers == self._told_peers or not self.alive or self._link is None:
+            return
+        try:
+            self._link.send(SetPeers(peers))
+            self._told_peers = peers
+        except LinkClosed:
+            log.debug("the peers were not told: the core is gone")
 
     async def stats(self, timeout: float) -> Stats:
         """What the core holds now. Raises LegError when it is gone or does not answer in time."""

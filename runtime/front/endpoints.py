@@ -131,4 +131,9 @@ class Endpoints:
 
 
 def _peer(peer: PeerState) -> dict[str, object]:
-    return {"path": peer.path, "incarnation": peer.incarnation, "reason": peer.reason}
+    return {
+        "path": peer.path,
+        "incarnation": peer.incarnation,
+        "reason": peer.reason,
+        "requests": peer.requests,
+    }

@@ -31,6 +31,10 @@ class Instance:
     core: CoreClient
     metrics: Metrics
     draining: bool = False
+    """This process is stopping: it takes nothing new."""
+    drained: bool = False
+    """The router sends nothing new here. It is said back with every heartbeat, so that a router
+    that was restarted knows."""
     active: dict[str, bool] = field(default_factory=dict)
     """Ids of the HTTP requests under way: whether their first token is there."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,7 +63,7 @@ class Instance:
         if self.core.ready is None:
             return "the engine core to load the model"
         if self.config.role == "decode" and not self.core.peer_was_linked:
-            names = ", ".join(p.name for p in self.config.prefill_peers) or "none configured"
+            names = ", ".join(sorted(self.core.peers)) or "none is known yet"
             return f"a tested path to a prefill peer ({names})"
         return None
 

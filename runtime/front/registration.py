@@ -15,7 +15,13 @@ import msgspec
 from runtime.config import Address
 from runtime.errors import LegError
 from runtime.front.instance import Instance
-from runtime.protocol import PROTOCOL_VERSION, CoreReady, Registration, RegistrationReply
+from runtime.protocol import (
+    PROTOCOL_VERSION,
+    CoreReady,
+    PeerAddress,
+    Registration,
+    RegistrationReply,
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +92,9 @@ class Registrar:
         if self._trouble is not None:
             log.info("registered with the router again")
         self._trouble = None
+        self._instance.drained = reply.draining
+        if self._instance.config.role == "decode":
+            self._instance.core.set_peers(reply.peers)
         return max(0.1, reply.heartbeat_s)
 
     def _failed(self, reason: str) -> None:
@@ -104,6 +113,8 @@ class Registrar:
             incarnation=ready.incarnation,
             ready=instance.waiting_for() is None,
             leaving=leaving or instance.draining,
+            draining=instance.drained,
+            peer=PeerAddress(config.advertise, config.peer.port) if config.peer else None,
             model=config.model.name,
             fingerprint=ready.fingerprint,
             max_model_len=ready.max_model_len,

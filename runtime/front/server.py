@@ -20,13 +20,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from runtime import config as configs
 from runtime.config import Address, WorkerConfig
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, LegError
 from runtime.front.auth import Gate
 from runtime.front.completions import CALLER, Completions
 from runtime.front.core_client import CoreArgv, CoreClient
 from runtime.front.endpoints import Endpoints
 from runtime.front.http_errors import errors_as_json
-from runtime.front.instance import Instance, own_leg
+from runtime.front.instance import STATS_TIMEOUT_S, Instance, own_leg
 from runtime.front.metrics import Metrics
 from runtime.front.registration import Registrar
 from runtime.front.tokenizer import load_tokenizer
@@ -39,6 +39,7 @@ _CORE_STOP_S = 10.0
 _DEAD_LINGER_S = 0.5
 """After the core's death: time for the failed requests' answers, and for one look at /health."""
 _BACKLOG = 1024
+_DRAIN_POLL_S = 0.1
 
 
 def run_worker(config_path: Path) -> int:
@@ -167,12 +168,30 @@ class _Worker:
         log.info("draining: %d requests under way", len(instance.active))
         if registrar is not None:
             await registrar.leave()
-        ends = _first(instance.idle, self._stop_now, instance.core.dead)
+        quiet = asyncio.Event()
+        watching = asyncio.create_task(_when_quiet(instance, quiet))
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                await ends
+                await _first(quiet, self._stop_now, instance.core.dead)
         except TimeoutError:
-            log.warning("%d requests did not finish in time", len(instance.active))
+            log.warning("requests did not finish in time: %d clients'", len(instance.active))
+        finally:
+            watching.cancel()
+
+
+async def _when_quiet(instance: Instance, quiet: asyncio.Event) -> None:
+    """Sets `quiet` when nothing runs for clients, nor, at prefill, for decode instances."""
+    await instance.idle.wait()
+    while instance.config.role == "prefill" and await _has_outgoing(instance):
+        await asyncio.sleep(_DRAIN_POLL_S)
+    quiet.set()
+
+
+async def _has_outgoing(instance: Instance) -> bool:
+    try:
+        return (await instance.core.stats(STATS_TIMEOUT_S)).ledger.outgoing > 0
+    except LegError:
+        return instance.core.alive  # too busy to answer
 
 
 async def _first(*events: asyncio.Event) -> asyncio.Event:

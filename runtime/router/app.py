@@ -107,6 +107,7 @@ class RouterServer:
         for path in OPENAI_PATHS:
             app.router.add_post(path, dispatcher.handle, expect_handler=self._expect)
         app.router.add_post("/internal/register", control.register)
+        app.router.add_post("/internal/drain", control.drain)
         app.router.add_get("/internal/instances", control.instances)
         app.router.add_get("/v1/models", control.models)
         app.router.add_get("/health", control.health)
@@ -143,7 +144,7 @@ async def _nothing_here(request: web.Request) -> web.Response:
 
 
 def _methods(path: str) -> str:
-    if path in OPENAI_PATHS or path == "/internal/register":
+    if path in OPENAI_PATHS or path in ("/internal/register", "/internal/drain"):
         return "POST"
     known = ("/internal/instances", "/v1/models", "/health", "/ready", "/metrics")
     return "GET" if path in known else ""

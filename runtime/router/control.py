@@ -5,6 +5,7 @@ Everything below /internal asks for the deployment's token.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
@@ -14,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from yarl import URL
 
 from runtime.errors import RequestError, RuntimeFailure
-from runtime.protocol import Registration, RegistrationReply
+from runtime.protocol import Drain, Registration, RegistrationReply
 from runtime.router.admit import KeyRing, check_key
 from runtime.router.instances import Instance
 from runtime.router.metrics import RouterMetrics
@@ -22,7 +23,11 @@ from runtime.router.probe import Prober
 from runtime.router.registry import RegistrationRefused, Registry, check_version
 from runtime.router.replies import error_object, error_response, json_response
 
+log = logging.getLogger(__name__)
+
 HEARTBEATS_PER_TIMEOUT = 3
+STARTING_HEARTBEAT_S = 0.25
+"""Of an instance that is not ready: a decode instance waits for the peers that the reply names."""
 
 
 class _Head(msgspec.Struct):
@@ -34,6 +39,7 @@ class _Head(msgspec.Struct):
 
 _head_decoder = msgspec.json.Decoder(_Head)
 _decoder = msgspec.json.Decoder(Registration)
+_drain_decoder = msgspec.json.Decoder(Drain)
 
 
 class Control:
@@ -64,7 +70,28 @@ class Control:
         except RuntimeFailure as e:
             return error_response(e)
         self._prober.watch(instance)
-        return json_response(RegistrationReply(heartbeat_s=self._heartbeat_s))
+        info = instance.info
+        return json_response(
+            RegistrationReply(
+                heartbeat_s=self._heartbeat_s if info.ready else STARTING_HEARTBEAT_S,
+                draining=instance.draining,
+                peers=self._registry.peers(info.model) if info.role == "decode" else {},
+            )
+        )
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Give an instance nothing new; answers with what it still has under way."""
+        try:
+            self._check_token(request)
+            wanted = _read_drain(await request.read())
+            instance = self._registry.drain(wanted.name, wanted.draining)
+        except RuntimeFailure as e:
+            return error_response(e)
+        except KeyError as e:
+            message = f"no instance {e.args[0]} is registered"
+            return error_response(RequestError(message, status=404, code="unknown_instance"))
+        log.info("%s %s", instance.name, "drains" if wanted.draining else "serves again")
+        return json_response(self._describe(instance))
 
     async def instances(self, request: web.Request) -> web.Response:
         try:
@@ -103,6 +130,7 @@ class Control:
             "fingerprint": info.fingerprint,
             "ready": info.ready,
             "leaving": info.leaving,
+            "draining": instance.draining,
             "state": self._registry.state(instance, now),
             "reason": self._registry.trouble(instance),
             "heartbeat_age_s": round(now - instance.last_seen, 3),
@@ -113,6 +141,7 @@ class Control:
             "ok": instance.ok,
             "failed": instance.failed,
             "peers": info.peers,
+            "links": sorted(instance.links),
         }
 
     def _capacity(self) -> tuple[int, int]:
@@ -174,6 +203,13 @@ class Control:
         return web.Response(
             body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
+
+
+def _read_drain(body: bytes) -> Drain:
+    try:
+        return _drain_decoder.decode(body)
+    except msgspec.MsgspecError as e:
+        raise RequestError(f"not a drain request: {e}") from e
 
 
 def _read_registration(body: bytes) -> Registration:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from runtime.protocol import Registration
 
-State = Literal["ready", "starting", "unreachable", "mismatch", "leaving", "dead"]
+State = Literal["ready", "starting", "unreachable", "mismatch", "draining", "leaving", "dead"]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +23,8 @@ class Instance:
     reachable: bool
     """The router itself got an answer at `url`. (It never contacts prefill instances.)"""
     why_unreachable: str = "not contacted yet"
+    draining: bool = False
+    """Somebody asked that it gets no new request. Those under way go on."""
     failures: int = 0
     """In a row; any success clears it."""
     suspect_until: float = 0.0

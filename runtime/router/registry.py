@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from runtime.errors import RuntimeFailure
-from runtime.protocol import PROTOCOL_VERSION, Registration
+from runtime.protocol import PROTOCOL_VERSION, PeerAddress, Registration
 from runtime.router.instances import Eligible, Instance, State, Target
 
 BACKOFF_BASE_S = 0.5
@@ -82,7 +82,11 @@ class Registry:
             replaced.append(old.info.incarnation)
         self._conflicts.pop(info.name, None)
         instance = Instance(
-            info=info, first_seen=now, last_seen=now, reachable=info.role == "prefill"
+            info=info,
+            first_seen=now,
+            last_seen=now,
+            reachable=info.role == "prefill",
+            draining=info.draining,
         )
         self._instances[info.name] = instance
         if old is not None:
@@ -120,6 +124,13 @@ class Registry:
             if not mixed and not instance.mismatch:
                 reference = first_apart.setdefault(model, instance)
                 instance.mismatch = _difference(instance, reference, frozenset())
+
+    def drain(self, name: str, draining: bool) -> Instance:
+        """Give this instance nothing new, or again something. Raises KeyError."""
+        instance = self._instances[name]
+        instance.draining = draining
+        self._cache.clear()
+        return instance
 
     def reached(self, instance: Instance) -> None:
         """A probe got its answer."""
@@ -175,6 +186,16 @@ class Registry:
         targets = tuple(Target(i, ()) for i in self._usable(model, now) if i.info.role != "prefill")
         return Eligible(targets, targets, now)
 
+    def peers(self, model: str) -> dict[str, PeerAddress]:
+        """Where decode instances find the prefill instances of this model. One that ended stays in
+        it until it is forgotten: it may come back at the same address.
+        """
+        return {
+            i.name: i.info.peer
+            for i in self._instances.values()
+            if i.info.peer is not None and i.info.model == model
+        }
+
     def _usable(self, model: str, now: float) -> list[Instance]:
         return [
             i
@@ -227,6 +248,8 @@ class Registry:
             return "starting"
         if instance.mismatch:
             return "mismatch"
+        if instance.draining:
+            return "draining"
         return "ready" if instance.reachable else "unreachable"
 
     # ---- what people and machines read ------------------------------------------------------
@@ -254,7 +277,8 @@ class Registry:
         return {
             "ready": "",
             "dead": f"{name} sent no heartbeat for {now - instance.last_seen:.1f} s",
-            "leaving": f"{name} is draining",
+            "leaving": f"{name} is stopping",
+            "draining": f"{name} is drained: it gets no new requests",
             "starting": f"{name} is not ready yet",
             "mismatch": instance.mismatch,
             "unreachable": f"{name} at {instance.info.url}: {instance.why_unreachable}",

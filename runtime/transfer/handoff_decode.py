@@ -40,6 +40,7 @@ from runtime.protocol import (
     Ledger,
     OutputToken,
     PeerReply,
+    PeerState,
     Prefill,
     PrefillFailed,
     Released,
@@ -396,6 +397,9 @@ class DecodeHandoff:
         self.reservations.close()
 
     # ---- what is held ---------------------------------------------------------------------------
+
+    def peer_states(self) -> dict[str, PeerState]:
+        return self.peers.states(self._load)
 
     def ledger(self) -> Ledger:
         engine = self._engine.stats()

@@ -79,11 +79,17 @@ class PeerClient:
         self._paths = ReceiverPaths(self._buffer)
         self._post = post
         self._loop = asyncio.get_running_loop()
+        self.wanted = True
+        """Somebody names this peer. When nobody does, the session still ends by itself."""
+
+    @property
+    def address(self) -> Address:
+        return self._peer.address
 
     async def run(self) -> None:
-        """Keep a session with the peer, for as long as the instance lives."""
+        """Keep a session with the peer, for as long as it is wanted."""
         attempt = 0
-        while True:
+        while self.wanted:
             reason = "not connected"
             try:
                 async with contextlib.AsyncExitStack() as stack:
@@ -100,6 +106,8 @@ class PeerClient:
                 _log.exception("%s: the session failed", self._peer.name)
                 reason = f"{self._peer.address}: {type(e).__name__}: {e}"
             self._handoff.peers.down(self._peer.name, reason)
+            if not self.wanted:
+                return
             await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             attempt += 1
 

@@ -9,18 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from runtime.errors import CapacityError, LegError, RequestError
-from runtime.protocol import PeerState
+from runtime.protocol import PeerGone, PeerState
 from runtime.transfer.decode_request import DecodeSession
+
+_NOT_YET = "not connected yet"
 
 
 class PeerTable:
     """`send` takes the changes for the front."""
 
-    def __init__(self, names: Iterable[str], send: Callable[[PeerState], None]) -> None:
+    def __init__(self, names: Iterable[str], send: Callable[[PeerState | PeerGone], None]) -> None:
         self._up: dict[str, DecodeSession] = {}
-        self._reasons = dict.fromkeys(names, "not connected yet")
-        """Every peer that the configuration names; what was said last where it is down."""
+        self._reasons = dict.fromkeys(names, _NOT_YET)
+        """Every peer that is dialled; what was said last where it is down."""
         self._send = send
+
+    def expect(self, name: str) -> None:
+        """This peer is dialled from now on."""
+        self._reasons.setdefault(name, _NOT_YET)
+
+    def forget(self, name: str) -> None:
+        """It is not dialled any more, and there is no session with it."""
+        self._reasons.pop(name, None)
+        self._send(PeerGone(name))
 
     def up(self, session: DecodeSession) -> None:
         """The path was tested: requests may use it."""
@@ -57,19 +68,21 @@ class PeerTable:
         reason = self._reasons[name] or "the link was lost"
         raise LegError(f"{name} is down: {reason}", leg="prefill", instance=name)
 
-    def states(self) -> dict[str, PeerState]:
+    def states(self, load: Callable[[DecodeSession], int]) -> dict[str, PeerState]:
+        """With how many requests still need each peer."""
         down = {
             name: PeerState(name=name, path=None, reason=reason)
             for name, reason in self._reasons.items()
         }
-        return down | {name: _state(session) for name, session in self._up.items()}
+        return down | {name: _state(session, load(session)) for name, session in self._up.items()}
 
 
-def _state(session: DecodeSession) -> PeerState:
+def _state(session: DecodeSession, requests: int = 0) -> PeerState:
     welcome = session.welcome
     return PeerState(
         name=session.peer,
         path=welcome.path,
         incarnation=welcome.incarnation,
         reason=welcome.path_reason,
+        requests=requests,
     )

@@ -25,9 +25,11 @@ from runtime.protocol import (
     GetStats,
     Ledger,
     OutputToken,
+    PeerGone,
     PeerState,
     RequestId,
     Served,
+    SetPeers,
     Stats,
     TokenLogprob,
     Tokens,
@@ -42,6 +44,7 @@ class FakeCore:
         self.options = options
         self.running: dict[str, asyncio.Task[None]] = {}
         self.aborts = 0
+        self.peers: set[str] = set()
         self.generates: list[Generate] = []
 
     async def greet(self) -> None:
@@ -74,6 +77,16 @@ class FakeCore:
                     self.abort(id_)
                 case GetStats(seq=seq):
                     self.link.send(self.stats(seq))
+                case SetPeers(peers=peers):
+                    self.set_peers(set(peers))
+
+    def set_peers(self, names: set[str]) -> None:
+        """Never linked, and gone as soon as they are not named."""
+        for name in names - self.peers:
+            self.link.send(PeerState(name=name, path=None, reason="no route"))
+        for name in self.peers - names:
+            self.link.send(PeerGone(name))
+        self.peers = names
 
     def abort(self, id_: RequestId) -> None:
         self.aborts += 1

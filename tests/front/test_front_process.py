@@ -26,7 +26,7 @@ import pytest
 from runtime.config import Address, ModelConfig, WorkerConfig
 from runtime.errors import ConfigError
 from runtime.front.server import serve_worker
-from runtime.protocol import Registration
+from runtime.protocol import PeerAddress, Registration, RegistrationReply
 
 HERE = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
@@ -269,6 +269,7 @@ class Router(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), RouterHandler)
         self.seen: queue.Queue[tuple[str | None, Registration]] = queue.Queue()
         self.status = 200
+        self.reply = RegistrationReply(heartbeat_s=0.2)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -284,7 +285,7 @@ class RouterHandler(http.server.BaseHTTPRequestHandler):
         assert self.path == "/internal/register"
         registration = msgspec.json.decode(raw, type=Registration)
         self.server.seen.put((self.headers["Authorization"], registration))
-        body = b'{"heartbeat_s": 0.2}'
+        body = msgspec.json.encode(self.server.reply)
         if self.server.status != 200:
             body = b'{"error": {"message": "go away"}}'
         self.send_response(self.server.status)
@@ -329,6 +330,37 @@ def test_registers_beats_and_leaves(start: Start, router: Router) -> None:
     assert not registration.ready
     running.read()
     assert worker.process.wait(10) == 0
+
+
+def test_what_the_router_says_reaches_the_core_and_comes_back(start: Start, router: Router) -> None:
+    at = PeerAddress("192.0.2.7", 9100)
+    router.reply = RegistrationReply(heartbeat_s=0.2, draining=True, peers={"prefill-1": at})
+    worker = start(router=router.url)
+    worker.wait_ready()
+    deadline = time.monotonic() + 10
+    while not (registration := router.seen.get(timeout=5)[1]).draining:
+        assert time.monotonic() < deadline
+    assert worker.post(say="x").status == 200, "drained is the router's business"
+    while "prefill-1" not in registration.peers:
+        registration = router.seen.get(timeout=5)[1]
+        assert time.monotonic() < deadline
+    assert registration.peers["prefill-1"] is None
+    router.reply = RegistrationReply(heartbeat_s=0.2)
+    while "prefill-1" in registration.peers or registration.draining:
+        registration = router.seen.get(timeout=5)[1]
+        assert time.monotonic() < deadline
+
+
+def test_prefill_tells_where_decode_finds_it(start: Start, router: Router) -> None:
+    worker = start(
+        role="prefill",
+        name="prefill-0",
+        peer=Address("127.0.0.1", 9100),
+        advertise="192.0.2.9",
+        router=router.url,
+    )
+    worker.wait_ready()
+    assert router.seen.get(timeout=5)[1].peer == PeerAddress("192.0.2.9", 9100)
 
 
 def test_a_router_that_is_down_or_refuses_is_retried_and_logged_once(

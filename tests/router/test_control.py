@@ -199,7 +199,9 @@ async def test_a_registration_is_answered_with_the_heartbeat_interval(
 ) -> None:
     router = await start_router(heartbeat_timeout_s=3.0)
     status, reply = await router.register(router.registration("prefill-0", "prefill"))
-    assert (status, reply) == (200, {"heartbeat_s": 1.0})
+    assert (status, reply["heartbeat_s"]) == (200, 1.0)
+    _, reply = await router.register(router.registration("decode-0", "decode", ready=False))
+    assert reply["heartbeat_s"] < 1.0, "who waits for peers asks more often"
 
 
 @pytest.mark.parametrize(
@@ -310,6 +312,7 @@ async def test_state_shows_what_status_needs(router: Harness) -> None:
         "fingerprint": {},
         "ready": True,
         "leaving": False,
+        "draining": False,
         "state": "ready",
         "reason": "",
         "heartbeat_age_s": 0,
@@ -320,6 +323,7 @@ async def test_state_shows_what_status_needs(router: Harness) -> None:
         "ok": 1,
         "failed": 0,
         "peers": {"prefill-0": "shm"},
+        "links": ["prefill-0"],
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.protocol import PROTOCOL_VERSION, Registration
+from runtime.protocol import PROTOCOL_VERSION, PeerAddress, Registration
 from runtime.router.instances import Instance, Lease
 from runtime.router.policy import Avoid, LeastLoaded, Policy, RoundRobin, pick
 from runtime.router.registry import (
@@ -106,7 +106,7 @@ def test_silence_ends_eligibility_without_any_other_event(world: World) -> None:
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"leaving": True}, "draining"), ({"ready": False}, "not ready")],
+    [({"leaving": True}, "stopping"), ({"ready": False}, "not ready")],
 )
 def test_what_leaves_or_starts_gets_nothing(
     world: World, name: str, change: dict[str, bool], reason: str
@@ -118,6 +118,45 @@ def test_what_leaves_or_starts_gets_nothing(
     world.add(name, **peers[name], **change)
     assert not world.pairs()
     assert f"{name} is {reason}" in world.missing()
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_what_is_drained_gets_nothing_until_it_is_given_back(world: World, name: str) -> None:
+    world.add("prefill-0")
+    world.decode(0, 0)
+    world.registry.drain(name, True)
+    assert not world.pairs()
+    assert f"{name} is drained" in world.missing()
+    world.add("prefill-0")
+    world.decode(0, 0)
+    assert not world.pairs(), "a heartbeat changes nothing"
+    world.registry.drain(name, False)
+    assert world.pairs()
+    with pytest.raises(KeyError):
+        world.registry.drain("decode-9", True)
+
+
+def test_a_restarted_instance_is_not_drained_a_restarted_router_still_knows(world: World) -> None:
+    world.add("mixed-0")
+    world.registry.drain("mixed-0", True)
+    assert not world.add("mixed-0", incarnation="second").draining
+    assert world.add("mixed-1", draining=True).draining, "it was told so by an earlier router"
+    world.registry.drain("mixed-1", False)
+    assert not world.add("mixed-1", draining=True).draining, "only the first word counts"
+
+
+def test_peers_are_the_prefill_instances_of_the_model(world: World) -> None:
+    here, there = PeerAddress("here", 1), PeerAddress("there", 2)
+    world.add("prefill-0", peer=here)
+    world.add("prefill-1", peer=there, model="other")
+    world.decode(0)
+    assert world.registry.peers("tiny") == {"prefill-0": here}
+    world.add("prefill-0", peer=there, incarnation="second")
+    assert world.registry.peers("tiny") == {"prefill-0": there}
+    world.add("prefill-0", peer=there, incarnation="second", leaving=True)
+    world.time += TIMEOUT_S + 1
+    world.decode(0)
+    assert world.registry.peers("tiny") == {}
 
 
 def test_an_instance_the_router_never_reached_gets_nothing(world: World) -> None:
@@ -316,7 +355,7 @@ heartbeat = st.tuples(
 )
 other = st.one_of(
     st.tuples(st.just("wait"), st.floats(0.0, 4.0)),
-    st.tuples(st.sampled_from(["unreachable", "suspect", "reached"]), names),
+    st.tuples(st.sampled_from(["unreachable", "suspect", "reached", "drain", "undrain"]), names),
 )
 events = st.lists(st.one_of(heartbeat, heartbeat, other), max_size=40)
 avoids = st.builds(
@@ -334,8 +373,10 @@ def test_no_choice_is_ever_dead_leaving_unlinked_unreachable_or_excluded(
     # The model: what each name's live process last said, kept apart from the registry.
     said: dict[str, tuple[float, dict[str, Any]]] = {}
     out: set[str] = set()
+    drained: set[str] = set()
     for step in story:
         _apply(world, step, said, out)
+        drained = {i.name for i in world.registry.instances() if i.draining}
         choice = pick(policy, world.registry.eligible("tiny"), avoid)
         usable = {
             name
@@ -343,7 +384,7 @@ def test_no_choice_is_ever_dead_leaving_unlinked_unreachable_or_excluded(
             if world.time - at < TIMEOUT_S
             and what["ready"]
             and not what["leaving"]
-            and name not in out
+            and name not in out | drained
         }
         possible = {
             (p, d)
@@ -372,6 +413,10 @@ def _apply(
         return
     name = step[1]
     known = {i.name: i for i in world.registry.instances()}
+    if step[0] in ("drain", "undrain"):
+        if name in known:
+            world.registry.drain(name, step[0] == "drain")
+        return
     if step[0] != "register":
         if name in known and not name.startswith("prefill"):
             if step[0] == "unreachable":
