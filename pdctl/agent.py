@@ -45,8 +45,7 @@ def shim_argv(host: Host, command: str) -> list[str]:
     """The command line of the shim on this host, which is copied there first when it is missing."""
     folder = f"{host.base}/.shim/{_version()}"
     if not host.exists(f"{folder}/__main__.py"):
-        for name, data in _sources().items():
-            host.put(f"{folder}/{name}", data, 0o600)
+        host.unpack(folder, _sources())
     return [host.python, "-I", "-S", folder, command]
 
 
@@ -110,8 +109,9 @@ class Session:
             payload = {"deployment": self.deployment, "number": self._number, **payload}
             self._channel.send(request_text(self.host, do, payload, command=self._purpose))
             line = self._channel.receive(timeout)
-            # The answer to a request that Ctrl-C or a timeout made us leave comes first.
-            while line and json.loads(line).get("number") != self._number:
+            # First come what the login's shell had to say, and the answer to a request that
+            # Ctrl-C or a timeout made us leave.
+            while line is not None and _parsed(line).get("number") != self._number:
                 line = self._channel.receive(timeout)
         return _answer(self.host, do, line or "", "" if line else self._channel.error_text())
 
@@ -130,12 +130,20 @@ class Session:
         self.close()
 
 
-def _answer(host: Host, do: str, text: str, err: str) -> dict[str, Any]:
+def _parsed(line: str) -> dict[str, Any]:
+    """{} for a line that is no answer of a shim."""
     try:
-        answer: dict[str, Any] = json.loads(text)
-    except ValueError as e:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and "ok" in found else {}
+
+
+def _answer(host: Host, do: str, text: str, err: str) -> dict[str, Any]:
+    answer = _parsed((text.splitlines() or [""])[-1])
+    if not answer:
         reason = err.strip().splitlines()[-1:] or ["it ended without an answer"]
-        raise HostCommandError(f"{host.name}: shim {do}: {reason[0]}", host=host.name) from e
+        raise HostCommandError(f"{host.name}: shim {do}: {reason[0]}", host=host.name)
     if answer["ok"]:
         return answer
     message, hint = f"{host.name}: {answer['error']}", answer.get("hint", "")

@@ -6,6 +6,7 @@ Heavy modules are imported by the command that needs them, so that `pdctl --help
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -250,6 +251,7 @@ def main() -> None:
         # A log line or an answer that the terminal's encoding lacks must not end the command.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    logging.basicConfig(format="warning: %(message)s")  # of what no command waits for
     try:
         app(prog_name="pdctl")
     except PdctlError as e:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pdctl.agent import CALL_TIMEOUT_S, Session, shim_call
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
-from pdctl.ssh import SshHost
+from pdctl.ssh import Routes, SshHost
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,15 +29,19 @@ def opened(addresses: Mapping[str, str | None]) -> Iterator[dict[str, Host]]:
 
     An address of None is this machine. Others are connected to on first use.
     """
+    routes = Routes()
     by_address: dict[str | None, Host] = {}
     for key, address in addresses.items():
         if address not in by_address:
-            by_address[address] = LocalHost() if address is None else SshHost(key, address)
+            by_address[address] = (
+                LocalHost() if address is None else SshHost(key, address, routes=routes)
+            )
     try:
         yield {key: by_address[address] for key, address in addresses.items()}
     finally:
         for host in by_address.values():
             host.close()
+        routes.close()
 
 
 def machines(hosts: Iterable[Host]) -> list[Host]:

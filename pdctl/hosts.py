@@ -7,19 +7,20 @@ Every wait has a timeout, and OS errors become PdctlError here.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from pdctl.errors import HostCommandError, StateError
 from pdctl.shim.procs import MARKER
+
+UNPACK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,55 @@ class Host(Protocol):
 
     def exists(self, path: str) -> bool: ...
 
-    def put(self, path: str, data: bytes, mode: int = 0o600) -> None:
-        """Write a file whole or not at all. Missing directories are made, 0700."""
+    def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Make a folder of text files, private, whole or not at all; parents are made, 0700.
+
+        There already: nothing is done. Raises StateError.
+        """
 
     def channel(self, argv: Sequence[str]) -> Channel: ...
 
     def close(self) -> None: ...
+
+
+_UNPACK = """
+import json, os, shutil, sys, tempfile
+os.umask(0o077)
+folder = sys.argv[1]
+try:
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    new = tempfile.mkdtemp(prefix=".new-", dir=os.path.dirname(folder))
+    try:
+        for name, text in json.load(sys.stdin).items():
+            os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
+            with open(os.path.join(new, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        os.rename(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+except OSError as e:
+    if not os.path.isdir(folder):
+        sys.exit("%s: %s" % (e.filename or folder, e.strerror))
+"""
+
+
+def unpack(host: Host, folder: str, files: Mapping[str, bytes]) -> None:
+    """`Host.unpack` by the host's own python: one program, one round trip."""
+    text = json.dumps({name: data.decode() for name, data in files.items()})
+    argv = [host.python, "-I", "-S", "-c", _UNPACK, folder]
+    result = host.run(argv, stdin=text, timeout=UNPACK_S)
+    reason = (result.err.strip().splitlines() or ["it failed without a word"])[-1]
+    if result.rc in (126, 127):
+        raise HostCommandError(
+            f"{host.name}: {host.python} cannot be run: {reason}",
+            host=host.name,
+            hint="pdctl needs python3 (3.8 or newer) there, on the PATH of `ssh HOST COMMAND`",
+        )
+    if result.rc:
+        raise StateError(
+            f"{host.name}: {reason}",
+            hint="make room or make it writable, or set PDCTL_HOME there",
+        )
 
 
 class LocalHost:
@@ -116,25 +160,8 @@ class LocalHost:
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
 
-    def put(self, path: str, data: bytes, mode: int = 0o600) -> None:
-        parent = Path(path).parent
-        try:
-            for missing in [d for d in (*reversed(parent.parents), parent) if not d.exists()]:
-                missing.mkdir(mode=0o700, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=parent, prefix=".put-")
-            try:
-                with os.fdopen(handle, "wb") as f:
-                    os.fchmod(handle, mode)
-                    f.write(data)
-                os.replace(temporary, path)
-            except OSError:
-                os.unlink(temporary)
-                raise
-        except OSError as e:
-            raise StateError(
-                f"{self.name}: {e.filename or path}: {e.strerror}",
-                hint="make room or make it writable, or set PDCTL_HOME to another directory",
-            ) from e
+    def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
+        unpack(self, folder, files)
 
     def channel(self, argv: Sequence[str]) -> LocalChannel:
         return LocalChannel(self.name, self._spawn(argv))

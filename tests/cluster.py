@@ -97,7 +97,8 @@ class Machine:
 
     @property
     def address6(self) -> str:
-        return f"fd77::{self.address.rsplit('.', 2)[1]}:{self.address.rsplit('.', 1)[1]}"
+        high, low = map(int, self.address.split(".")[2:])
+        return f"fd77::{high << 8 | low:x}"
 
     # ---- life ----
 

@@ -59,17 +59,18 @@ def test_a_missing_program_is_one_line(host: LocalHost) -> None:
     assert str(caught.value) == "local: cannot run /no/such/program: No such file or directory"
 
 
-def test_put_is_private_whole_and_makes_directories(host: LocalHost, tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "file"
-    host.put(str(path), b"one")
-    host.put(str(path), b"two", 0o640)
-    assert path.read_bytes() == b"two"
-    assert oct(path.stat().st_mode & 0o777) == "0o640"
-    assert oct(path.parent.stat().st_mode & 0o777) == "0o700"
-    assert [p.name for p in path.parent.iterdir()] == ["file"]
-    assert host.exists(str(path)) and not host.exists(str(path) + "x")
-    with pytest.raises(StateError, match="Not a directory"):
-        host.put(str(path / "below"), b"")
+def test_folders_are_private_and_whole(host: LocalHost, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    host.unpack(str(folder), {"c/one": b"1", "two": "zwei €".encode()})
+    host.unpack(str(folder), {"three": b""})
+    assert (folder / "two").read_text() == "zwei €" and host.exists(str(folder / "c/one"))
+    assert not host.exists(str(folder / "three"))
+    assert oct((folder / "c/one").stat().st_mode & 0o777) == "0o600"
+    assert (
+        oct(folder.stat().st_mode & 0o777) == oct(folder.parent.stat().st_mode & 0o777) == "0o700"
+    )
+    with pytest.raises(StateError, match=f"{folder}/two"):
+        host.unpack(str(folder / "two" / "below"), {"x": b""})
 
 
 def test_a_channel_is_lines_both_ways_and_ends_with_us(host: LocalHost) -> None:

@@ -1,0 +1,193 @@
+"""`Host` over SSH: commands, files and line-by-line talk on one connection, made on first use.
+
+Commands run in the login's shell, without a terminal, each argument quoted. What SSH raises
+becomes HostUnreachable here: host, step, cause, and what to try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import select
+import shlex
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pdctl.errors import HostCommandError, HostUnreachable
+from pdctl.hosts import Channel, Result, unpack
+from pdctl.ssh.config import CONNECT_TIMEOUT_S, StepFailed
+from pdctl.ssh.connect import Routes
+
+_STEP_MS = 200
+_BASE = "pdctl's home: "
+"""Before the answer, for what the login's start-up files print comes first."""
+
+
+class SshHost:
+    """A machine under its key in the topology. Connects on first use; one connection for all."""
+
+    is_local = False
+
+    def __init__(
+        self, name: str, address: str, *, python: str = "python3", routes: Routes | None = None
+    ) -> None:
+        """`routes`: shared with the other hosts of a run, and closed by its owner."""
+        self.name = name
+        self.address = address
+        self.python = python
+        self._own_routes = Routes() if routes is None else None
+        self._routes = routes or self._own_routes or Routes()
+        self._turn = threading.Lock()
+        self._connection: Any = None
+        self._base = ""
+
+    @property
+    def base(self) -> str:
+        if not self._base:
+            text = f'printf "%s%s" {shlex.quote(_BASE)} "${{PDCTL_HOME:-$HOME/.pdctl}}"'
+            result = self.run(["sh", "-c", text], timeout=CONNECT_TIMEOUT_S)
+            base = result.out.rpartition(_BASE)[2]
+            if result.rc or not base.startswith("/"):
+                raise HostCommandError(f"{self.name}: it names no home directory", host=self.name)
+            self._base = base
+        return self._base
+
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
+        channel = self._open(argv)
+        with contextlib.closing(channel), self._translated():
+            return self._communicate(channel, stdin.encode(), argv[0], timeout)
+
+    def _communicate(self, channel: Any, data: bytes, what: str, timeout: float) -> Result:
+        deadline = time.monotonic() + timeout
+        out, err = io.BytesIO(), io.BytesIO()
+        channel.settimeout(timeout)
+        channel.sendall(data)
+        channel.shutdown_write()
+        arrival = select.poll()  # not select(), which knows no descriptors above 1023
+        arrival.register(channel.fileno(), select.POLLIN)
+        while not channel.eof_received or channel.recv_ready() or channel.recv_stderr_ready():
+            arrival.poll(_STEP_MS)
+            self._drain(channel, out, err)
+            if time.monotonic() > deadline:
+                raise self._late(what, timeout)
+        if not channel.status_event.wait(max(0.0, deadline - time.monotonic())):
+            raise self._late(what, timeout)
+        self._drain(channel, out, err)
+        text = [b.getvalue().decode(errors="replace") for b in (out, err)]
+        return Result(channel.recv_exit_status(), text[0], text[1])
+
+    def _late(self, what: str, timeout: float) -> HostCommandError:
+        return HostCommandError(
+            f"{self.name}: {what} did not end within {timeout:.0f} s", host=self.name
+        )
+
+    @staticmethod
+    def _drain(channel: Any, out: io.BytesIO, err: io.BytesIO) -> None:
+        while channel.recv_ready():
+            out.write(channel.recv(65536))
+        while channel.recv_stderr_ready():
+            err.write(channel.recv_stderr(65536))
+
+    def exists(self, path: str) -> bool:
+        return self.run(["test", "-e", path], timeout=CONNECT_TIMEOUT_S).rc == 0
+
+    def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
+        unpack(self, folder, files)
+
+    def channel(self, argv: Sequence[str]) -> Channel:
+        return SshChannel(self.name, self._open(argv))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._own_routes is not None:
+            self._own_routes.close()
+
+    def _open(self, argv: Sequence[str]) -> Any:
+        """A channel on which the program runs."""
+        with self._translated():
+            channel = self._session(self._connect().transport)
+            channel.exec_command(shlex.join(argv))
+            return channel
+
+    @staticmethod
+    def _session(transport: Any) -> Any:
+        """Where MaxSessions is 1, sshd needs a moment to see that the last one has ended."""
+        import paramiko
+
+        for pause in (0.02, 0.1, 0.5):
+            with contextlib.suppress(paramiko.ChannelException):
+                return transport.open_session(timeout=CONNECT_TIMEOUT_S)
+            time.sleep(pause)
+        return transport.open_session(timeout=CONNECT_TIMEOUT_S)
+
+    def _connect(self) -> Any:
+        with self._turn:
+            if self._connection is None or not self._connection.is_connected:
+                self._connection = self._routes.connect(self.address)
+            return self._connection
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The one place where SSH's exceptions become ours."""
+        import paramiko
+
+        try:
+            yield
+        except StepFailed as e:
+            raise self._unreachable(str(e), e.hint) from e
+        except paramiko.ChannelException as e:
+            raise self._unreachable(
+                f"command: sshd refuses one more session: {e.text}",
+                "see MaxSessions and ForceCommand in its sshd_config",
+            ) from e
+        except (paramiko.SSHException, EOFError, OSError) as e:
+            reason = str(e).strip() or "the connection was lost"
+            raise self._unreachable(f"command: {reason}", f"try `ssh {self.address} true`") from e
+
+    def _unreachable(self, reason: str, hint: str) -> HostUnreachable:
+        who = self.name if self.name == self.address else f"{self.name} ({self.address})"
+        return HostUnreachable(f"{who}: {reason}", host=self.name, hint=hint)
+
+
+class SshChannel:
+    def __init__(self, host: str, channel: Any) -> None:
+        self._host = host
+        self._channel = channel
+        self._buffer = b""
+
+    def send(self, line: str) -> None:
+        try:
+            self._channel.sendall(line.encode() + b"\n")
+        except OSError as e:
+            raise HostCommandError(f"{self._host}: the program has ended", host=self._host) from e
+
+    def receive(self, timeout: float | None) -> str | None:
+        self._channel.settimeout(timeout)
+        while b"\n" not in self._buffer:
+            try:
+                data = self._channel.recv(65536)
+            except TimeoutError as e:
+                raise HostCommandError(
+                    f"{self._host}: no answer within {timeout:.0f} s", host=self._host
+                ) from e
+            if not data:
+                return None
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return line.decode(errors="replace")
+
+    def error_text(self) -> str:
+        text = b""
+        self._channel.settimeout(CONNECT_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            while data := self._channel.recv_stderr(65536):
+                text += data
+        self.close()
+        return text.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        self._channel.close()
