@@ -6,15 +6,17 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pdctl import __version__
-from pdctl.errors import PdctlError
+from pdctl.errors import PdctlError, UsageError
 
 if TYPE_CHECKING:
     from pdctl.find import Where
@@ -69,6 +71,19 @@ def where(file: Path | None, host: str | None) -> Where:
     from pdctl.find import Where
 
     return Where(file, tuple(h for h in (host or "").split(",") if h))
+
+
+def seconds_ago(text: str) -> float:
+    """`90s`, `10m`, `2h`, `1d`, or a date and time. Raises UsageError for anything else."""
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    if text[:-1].isdigit() and text[-1] in units:
+        return float(int(text[:-1]) * units[text[-1]])
+    try:
+        return time.time() - datetime.fromisoformat(text).timestamp()
+    except ValueError as e:
+        raise UsageError(
+            f"{text!r} is not a time", hint="write 90s, 10m, 2h, 1d, or 2026-01-31T12:00"
+        ) from e
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ from pdctl.cli_edge import (
     NameOption,
     errors_as,
     print_json,
+    seconds_ago,
     where,
 )
 from pdctl.errors import EXIT_DEGRADED, EXIT_OK, EXIT_UNREACHABLE, UsageError
@@ -73,23 +75,42 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Then new lines as they come.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Last lines of each service.")
-    ] = 50,
+        int | None,
+        typer.Option("--lines", "--tail", "-n", min=0, help="Last lines of each service. [50]"),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="None older than this: 90s, 10m, 2h, or 2026-01-31T12:00."
+        ),
+    ] = None,
     name: NameOption = None,
-    file: FileOption = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="TOPOLOGY", help="Look where this one says.")
+    ] = None,
     host: HostOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
 ) -> None:
-    """Show the logs of all services, or of some."""
-    from pdctl import ops
-    from pdctl.output import Screen
+    """Show the logs of all services, or of some, from all hosts.
 
-    screen = Screen.of(sys.stdout)
-    wanted, place = services or [], where(file, host)
-    for entry in ops.logs(name, wanted, lines, follow=follow, where=place):
-        prefix = "" if len(wanted) == 1 else screen.paint(f"{entry.service:<10} | ", "dim")
-        typer.echo(f"{prefix}{entry.line}")
-        if follow:
-            sys.stdout.flush()
+    With -f it goes on through restarts, and says when a host is lost and found again.
+    """
+    from pdctl import ops
+    from pdctl.documents import LogPrinter
+    from pdctl.output import Screen, json_line
+
+    with errors_as(as_json):
+        since_s = None if since is None else seconds_ago(since)
+        limit = lines if lines is not None else 50 if since is None else sys.maxsize
+        query = ops.LogQuery(tuple(services or ()), limit, since_s)
+        printer = LogPrinter(Screen.of(sys.stdout), bare=len(query.services) == 1)
+        for entry in ops.logs(name, query, follow=follow, where=where(file, host)):
+            if as_json:
+                typer.echo(json_line(entry.to_json()))
+            else:
+                typer.echo(printer.text(entry), err=entry.event != "line")
+            if follow:
+                sys.stdout.flush()
 
 
 def audit(

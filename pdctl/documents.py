@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdctl.audit import AuditEntry
-from pdctl.output import Cell, Screen, Style, duration, table
+from pdctl.logs import LogLine
+from pdctl.output import HUES, Cell, Screen, Style, duration, table
 from pdctl.plan import Plan, Step, StepKind
 from pdctl.sizes import format_size
 from pdctl.status import DeploymentStatus, Health, ServiceStatus
@@ -174,6 +175,25 @@ def audit_text(entries: Sequence[AuditEntry], screen: Screen) -> str:
     ]
     header = ("TIME (UTC)", "HOST", "SERVICE", "CHANGE", "WHO", "COMMAND")
     return table(header, rows, screen) if rows else "no change was recorded"
+
+
+class LogPrinter:
+    """Log lines for people: `service host | line`, each service in a colour of its own."""
+
+    def __init__(self, screen: Screen, *, bare: bool) -> None:
+        self._screen = screen
+        self._bare = bare
+        self._hues: dict[tuple[str, str], Style] = {}
+
+    def text(self, entry: LogLine) -> str:
+        if entry.event != "line":
+            style: Style = "bad" if entry.event == "lost" else "good"
+            return self._screen.paint(f"! {entry.host}: {entry.event}: {entry.line}", style)
+        if self._bare:
+            return entry.line
+        hue = self._hues.setdefault((entry.service, entry.host), HUES[len(self._hues) % len(HUES)])
+        prefix = f"{entry.service:<10} {entry.host:<8} | "
+        return f"{self._screen.paint(prefix, hue)}{entry.line}"
 
 
 def _service(service: ServiceStatus, screen: Screen) -> list[Cell | str]:

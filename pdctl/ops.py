@@ -15,7 +15,7 @@ from pdctl.events import Event, EventKind, Report, silent
 from pdctl.find import Where, deployments, resolve_name
 from pdctl.locks import LockHolder, LockReport, break_locks
 from pdctl.locks import show as show_lock
-from pdctl.logs import LogLine, logs
+from pdctl.logs import LogLine, LogQuery, logs
 from pdctl.status import DeploymentStatus, ServiceStatus, status
 from pdctl.up import UpOptions, UpResult, plan_up, up
 
@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "EventKind",
     "LogLine",
+    "LogQuery",
     "Report",
     "ServiceStatus",
     "StoppedService",

@@ -18,8 +18,22 @@ from typing import Any, Literal, TextIO
 from pdctl.errors import PdctlError, TopologyError
 from pdctl.events import Event
 
-Style = Literal["", "good", "bad", "warn", "dim", "bold"]
-_COLORS: dict[Style, str] = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1"}
+Hue = Literal["cyan", "magenta", "blue", "yellow", "green"]
+Style = Literal["", "good", "bad", "warn", "dim", "bold"] | Hue
+HUES: tuple[Hue, ...] = ("cyan", "magenta", "blue", "yellow", "green")
+"""To tell things apart; they mean nothing."""
+_COLORS: dict[Style, str] = {
+    "good": "32",
+    "bad": "31",
+    "warn": "33",
+    "dim": "2",
+    "bold": "1",
+    "cyan": "36",
+    "magenta": "35",
+    "blue": "34",
+    "yellow": "33",
+    "green": "32",
+}
 _GAP = "  "
 _SPINNER_S = 0.2
 

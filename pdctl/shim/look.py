@@ -1,4 +1,4 @@
-"""Look at services of this host and change nothing: records, logs, the token."""
+"""Look at services of this host and change nothing: records, locks, the token."""
 
 from __future__ import annotations
 
@@ -7,39 +7,8 @@ from typing import Any
 
 from . import deployment as deployments
 from . import lock
-from .files import checked
 from .procs import marked
 from .service import Service, deployment_names, service_names
-
-
-def tails(base: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Last lines by service (None: all). `.last` answers for those that are not here any more."""
-    deployment, names = request["deployment"], request.get("services")
-    if names is None:
-        kept = os.path.join(".last", checked(deployment))
-        suffix = ".out.log"
-        last = [n[: -len(suffix)] for n in service_names(base, kept) if n.endswith(suffix)]
-        names = service_names(base, deployment) or last
-    logs = {n: tail(Service(base, deployment, n), int(request["lines"])) for n in names}
-    return {"logs": {n: lines for n, lines in logs.items() if lines is not None}}
-
-
-def tail(service: Service, lines: int) -> list[str] | None:
-    """The last lines of the log, also when only `.last` has it; None: neither. Reads no more."""
-    base, deployment = os.path.split(os.path.dirname(service.dir))
-    last = os.path.join(base, ".last", deployment, service.name + ".out.log")
-    path = service.path("out.log") if os.path.exists(service.path("out.log")) else last
-    try:
-        with open(path, "rb") as f:
-            size = f.seek(0, os.SEEK_END)
-            start = max(0, size - max(65536, 256 * lines))
-            f.seek(start)
-            found = f.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return None
-    if start and found:
-        del found[0]  # cut somewhere in the middle
-    return found[-lines:] if lines else []
 
 
 def token(base: str, request: dict[str, Any]) -> dict[str, Any]:

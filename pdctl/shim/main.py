@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import audit, control, deployment, lock, look, probe
+from . import audit, control, deployment, lock, logs, look, probe
 from .files import Refused, base_of
-from .service import Service
 from .supervise import Supervisor
 
-FOLLOW_S = 0.2
 READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "status": look.status,
     "token": look.token,
     "probe": probe.probe,
-    "tail": look.tails,
+    "tail": logs.tails,
     "audit": audit.entries,
 }
 CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
@@ -105,50 +102,6 @@ def serve() -> None:
         session.close()
 
 
-def follow() -> None:
-    """Print {"service", "line"} per new line, also across restarts and rotation of the log."""
-    request = json.loads(sys.stdin.readline())
-    base = base_of(request)
-    services = [Service(base, request["deployment"], n) for n in request["services"]]
-    readers = [(s.name, LogReader(s.path("out.log"), int(request["lines"]), s)) for s in services]
-    while True:
-        for name, reader in readers:
-            for line in reader.new_lines():
-                print(json.dumps({"service": name, "line": line}))
-        sys.stdout.flush()
-        if select.select([0], [], [], FOLLOW_S)[0]:
-            return  # pdctl closed the channel, or died
-
-
-class LogReader:
-    def __init__(self, path: str, lines: int, service: Service) -> None:
-        self.path = path
-        self.first = look.tail(service, lines) or []
-        self.inode, self.offset = self._look()
-        self.rest = b""
-
-    def _look(self) -> tuple[int, int]:
-        try:
-            found = os.stat(self.path)
-            return found.st_ino, found.st_size
-        except OSError:
-            return 0, 0
-
-    def new_lines(self) -> list[str]:
-        lines, self.first = self.first, []
-        inode, size = self._look()
-        if inode != self.inode or size < self.offset:  # restarted, or rotated
-            self.inode, self.offset, self.rest = inode, 0, b""
-        if size > self.offset:
-            with open(self.path, "rb") as f:
-                f.seek(self.offset)
-                data = f.read(1 << 20)
-            self.offset += len(data)
-            *whole, self.rest = (self.rest + data).split(b"\n")
-            lines += [w.decode(errors="replace") for w in whole]
-        return lines
-
-
 def main(argv: list[str]) -> int:
     os.umask(0o077)
     command = argv[1] if len(argv) > 1 else ""
@@ -160,7 +113,7 @@ def main(argv: list[str]) -> int:
         serve()
     elif command == "follow":
         try:
-            follow()
+            logs.follow()
         except (BrokenPipeError, KeyboardInterrupt):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     else:

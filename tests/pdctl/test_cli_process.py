@@ -144,7 +144,7 @@ def watching_ends_with_ctrl_c() -> None:
 
 
 def logs_of_it() -> None:
-    assert "decode-0   | stub decode-0 starts" in pdctl("logs").stdout.splitlines()
+    assert "decode-0   local    | stub decode-0 starts" in pdctl("logs").stdout.splitlines()
     assert pdctl("logs", "router", "-n", "1").stdout == "stub router starts\n"
     assert pdctl("logs", "nope").returncode == 2
 

@@ -184,7 +184,7 @@ def test_a_deployment_by_ssh_and_down_after_the_file_is_gone(
     assert len(ops.up(path, ops.UpOptions(), ops.silent).kept) == 3
     status = ops.status("demo")
     assert status.healthy and {s.host for s in status.services} == {"gpu-a"}
-    lines = [x.line for x in ops.logs("demo", ["decode-0"], 5, follow=False)]
+    lines = [x.line for x in ops.logs("demo", ops.LogQuery(("decode-0",), 5), follow=False)]
     assert lines == ["stub decode-0 starts"]
     path.unlink()
     assert ops.down("demo", 5.0, ops.silent).ok

@@ -142,7 +142,7 @@ def test_a_failure_shows_the_log_and_undoes_only_this_run(home: Home, site: Site
     assert "no such device: the stub gives up" in failed.log_tail
     assert "no such device: the stub gives up" in [e.text for e in events if e.kind == "log"]
     assert pids() == before, "what ran before still runs"
-    lines = list(ops.logs("demo", ["decode-1"], 5, follow=False))
+    lines = list(ops.logs("demo", ops.LogQuery(("decode-1",), 5), follow=False))
     assert "no such device: the stub gives up" in [line.line for line in lines]
     down()
 
@@ -314,14 +314,14 @@ def test_a_killed_supervisor_is_said_and_down_still_works(home: Home, site: Site
 
 def test_logs_and_following(home: Home, site: Site) -> None:
     up(site.topology())
-    lines = list(ops.logs("demo", ["decode-0"], 10, follow=False))
+    lines = list(ops.logs("demo", ops.LogQuery(("decode-0",), 10), follow=False))
     assert [(x.service, x.line) for x in lines] == [("decode-0", "stub decode-0 starts")]
     with pytest.raises(UsageError, match="demo has no service decode-7"):
-        list(ops.logs("demo", ["decode-7"], 10, follow=False))
+        list(ops.logs("demo", ops.LogQuery(("decode-7",), 10), follow=False))
     with pytest.raises(UsageError, match="there are no logs of nobody"):
-        list(ops.logs("nobody", [], 10, follow=False))
+        list(ops.logs("nobody", ops.LogQuery((), 10), follow=False))
 
-    follow = ops.logs("demo", [], 0, follow=True)
+    follow = ops.logs("demo", ops.LogQuery((), 0), follow=True)
     log = home.dir("demo", "decode-0") / "out.log"
     got: list[str] = []
     with log.open("a") as f:
@@ -336,4 +336,6 @@ def test_logs_and_following(home: Home, site: Site) -> None:
     assert got == ["a new line"]
     follow.close()
     down()
-    assert "stub decode-0 starts" in [x.line for x in ops.logs("demo", [], 10, follow=False)]
+    assert "stub decode-0 starts" in [
+        x.line for x in ops.logs("demo", ops.LogQuery((), 10), follow=False)
+    ]
