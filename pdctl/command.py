@@ -60,10 +60,9 @@ def services(
     topology: Topology, ports: Ports, facts: Mapping[str, HostFacts]
 ) -> tuple[ServiceSpec, ...]:
     """Every service of the topology, router first. `ports` and `facts` cover all of them."""
-    instances = topology.instances()
     return (
         _router(topology, ports, facts),
-        *(_instance(topology, instance, instances, ports, facts) for instance in instances),
+        *(_instance(topology, instance, ports, facts) for instance in topology.instances()),
     )
 
 
@@ -88,14 +87,11 @@ def _router(topology: Topology, ports: Ports, facts: Mapping[str, HostFacts]) ->
 def _instance(
     topology: Topology,
     instance: Instance,
-    instances: tuple[Instance, ...],
     ports: Ports,
     facts: Mapping[str, HostFacts],
 ) -> ServiceSpec:
     group, host = instance.group, facts[instance.host]
-    launch = _worker_launch(topology, instance, instances, ports, host)
-    prefills = tuple(i.name for i in instances if i.role == "prefill")
-    decode = instance.role == "decode"
+    launch = _worker_launch(topology, instance, ports, host)
     return ServiceSpec(
         deployment=topology.name,
         name=instance.name,
@@ -111,7 +107,6 @@ def _instance(
         url=_url(contact_address(topology, instance.host), ports[instance.name]["http"]),
         shm_prefix=_shm_prefix(topology, instance.name, host),
         cpu_buffer_bytes=group.cpu_buffer if isinstance(group, DecodeGroup) else 0,
-        expects_peers=prefills if decode else (),
     )
 
 
@@ -137,7 +132,6 @@ def _router_launch(topology: Topology, ports: Ports, host: HostFacts) -> Launch:
 def _worker_launch(
     topology: Topology,
     instance: Instance,
-    instances: tuple[Instance, ...],
     ports: Ports,
     host: HostFacts,
 ) -> Launch:
@@ -173,19 +167,9 @@ def _worker_launch(
     if instance.role == "prefill":
         config["peer"] = {"host": bind, "port": mine["peer"]}
     if isinstance(group, DecodeGroup):
+        # Its peers it learns from the router: prefill may be scaled while decode runs.
         config["cpu_buffer_bytes"] = group.cpu_buffer
         config["transfer"] = group.transfer
-        config["prefill_peers"] = [
-            {
-                "name": peer.name,
-                "address": {
-                    "host": contact_address(topology, peer.host),
-                    "port": ports[peer.name]["peer"],
-                },
-            }
-            for peer in instances
-            if peer.role == "prefill"
-        ]
     return Launch(_argv(host.python, "worker"), _worker_env(instance), config)
 
 

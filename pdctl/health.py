@@ -58,12 +58,14 @@ class Watcher:
 
 
 def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: float) -> None:
-    """Return when all are ready. `deadline` is on the monotonic clock.
+    """Return when all are ready, each decode service with a path to each prefill service of these.
 
+    `deadline` is on the monotonic clock.
     Raises ServiceFailed for the first service that has ended, or that is not ready at the deadline.
     """
     begun = time.monotonic()
     waiting = {s.name: s for s in services}
+    prefills = [s.name for s in services if s.role == "prefill"]
     reasons = dict.fromkeys(waiting, "not asked yet")
     asked: dict[str, Future[Readiness]] = {}
     pool = ThreadPoolExecutor(max_workers=max(1, min(32, len(services))))
@@ -79,7 +81,8 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
                 else:
                     watcher.on_wait(waiting[name], answer.reason, time.monotonic() - begun)
             for name in waiting.keys() - asked.keys():
-                asked[name] = pool.submit(probe_ready, waiting[name], records[name].service)
+                service, process = waiting[name], records[name].service
+                asked[name] = pool.submit(probe_ready, service, process, prefills)
             if waiting and time.monotonic() >= deadline:
                 name = next(iter(waiting))
                 raise _late(waiting[name], reasons[name], time.monotonic() - begun, watcher)
@@ -118,8 +121,10 @@ def _living(waiting: Mapping[str, ServiceSpec], watcher: Watcher) -> Mapping[str
     return records
 
 
-def probe_ready(service: ServiceSpec, process: Identity | None) -> Readiness:
-    """One look. A decode service is ready when each expected peer has a tested path.
+def probe_ready(
+    service: ServiceSpec, process: Identity | None, prefills: Sequence[str]
+) -> Readiness:
+    """One look. A decode service is ready when it has a tested path to each of `prefills`.
 
     The answer must come from the service's own process: a stranger may have taken its port.
     """
@@ -133,7 +138,8 @@ def probe_ready(service: ServiceSpec, process: Identity | None) -> Readiness:
     if status != 200:
         return Readiness(False, _reason(body) or f"HTTP {status}", reachable=True)
     paths = body.get("peers") or {}
-    missing = [p for p in service.expects_peers if not _path(paths.get(p))]
+    expected = prefills if service.role == "decode" else ()
+    missing = [p for p in expected if not _path(paths.get(p))]
     if missing:
         return Readiness(False, f"no path to {', '.join(missing)}", reachable=True)
     return Readiness(True, "", reachable=True)

@@ -150,7 +150,7 @@ def parse_spec(spec: dict[str, Any]) -> ServiceSpec | None:
         return None
     try:
         lists: dict[str, Any] = {
-            key: tuple(spec[key]) for key in ("argv", "secrets", "expects_peers") if key in spec
+            key: tuple(spec[key]) for key in ("argv", "secrets") if key in spec
         }
         return ServiceSpec(**{**spec, **lists})
     except TypeError:

@@ -43,8 +43,6 @@ class ServiceSpec:
     """Shared memory segments whose names start with `<shm_prefix>.` are this service's and go with
     it."""
     cpu_buffer_bytes: int = 0
-    expects_peers: tuple[str, ...] = ()
-    """Decode: prefill services to which a tested path must exist before it counts as ready."""
 
     @property
     def hash(self) -> str:

@@ -5,7 +5,7 @@ Always live; reads only. The token is asked of the host and used, never shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -102,7 +102,10 @@ def status(name: str | None, where: Where = ANYWHERE) -> DeploymentStatus:
         hint = f"there are: {', '.join(others)}" if others else "start one: `pdctl up TOPOLOGY`"
         raise UsageError(f"there is no deployment {name}", hint=hint)
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
-        services = tuple(pool.map(lambda r: _service(r, in_router, found.is_orphan(r)), records))
+        peers = [r.name for r in records if r.spec and r.spec.role == "prefill"]
+        services = tuple(
+            pool.map(lambda r: _service(r, in_router, peers, found.is_orphan(r)), records)
+        )
     return DeploymentStatus(
         name,
         _endpoint(services),
@@ -141,9 +144,12 @@ def _router_view(
 
 
 def _service(
-    record: ServiceRecord, in_router: Mapping[str, Mapping[str, Any]], orphan: bool
+    record: ServiceRecord,
+    in_router: Mapping[str, Mapping[str, Any]],
+    prefills: Sequence[str],
+    orphan: bool,
 ) -> ServiceStatus:
-    health, reason = _health(record, in_router.get(record.name, {}))
+    health, reason = _health(record, in_router.get(record.name, {}), prefills)
     if orphan:
         reason = "; ".join(filter(None, ["orphan: not in the topology any more", reason]))
     spec, last = record.spec, record.exit
@@ -180,13 +186,15 @@ def _service(
     )
 
 
-def _health(record: ServiceRecord, registered: Mapping[str, Any]) -> tuple[Health, str]:
+def _health(
+    record: ServiceRecord, registered: Mapping[str, Any], prefills: Sequence[str]
+) -> tuple[Health, str]:
     if record.ended:
         strays = f"; processes {list(record.strays)} outlived it" if record.strays else ""
         return "down", record.how_it_ended() + strays
     if record.spec is None:
         return "unready", "its record was written by another version of pdctl"
-    readiness = probe_ready(record.spec, record.service)
+    readiness = probe_ready(record.spec, record.service, prefills)
     if not readiness.reachable:
         return "starting", readiness.reason
     if not readiness.ready:

@@ -1,6 +1,8 @@
-"""Stands in for `python -m runtime` in tests of supervision: HTTP, readiness, and bad manners.
+"""Stands in for `python -m runtime` in tests of supervision: HTTP, readiness, registration at the
+router, draining, and bad manners.
 
-Started as `<wrapper> -m runtime KIND --config FILE`. STUB_* variables make it misbehave.
+Started as `<wrapper> -m runtime KIND --config FILE`. STUB_* variables make it misbehave; a file
+`busy` in its directory is a request under way.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+import urllib.request
+import uuid
+from typing import Any, ClassVar
 
 PR_SET_NAME = 15
+HEARTBEAT_S = 0.1
+DEAD_S = 3.0
 
 
 def escape(name: str) -> None:
@@ -35,40 +41,118 @@ def escape(name: str) -> None:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    config: dict[str, Any]
-    begun: float
+    config: ClassVar[dict[str, Any]]
+    peers: ClassVar[dict[str, Any]] = {}
+    """Decode: the prefill instances that the router named, all linked at once."""
+    registry: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Router: by name, what each said last, when, and whether it is drained."""
 
     def do_GET(self) -> None:
         name = self.config["name"]
-        late = time.monotonic() - self.begun < float(os.environ.get("STUB_DELAY", "0"))
-        peers = {p["name"]: {"path": "shm"} for p in self.config.get("prefill_peers", [])}
-        if os.environ.get("STUB_NO_PATH"):
-            peers = {p: {"path": None} for p in peers}
+        late = is_late()
+        path = None if os.environ.get("STUB_NO_PATH") else "shm"
+        peers = {p: {"path": path, "requests": 0} for p in self.peers}
+        busy = int(os.path.exists("busy"))
         answers = {
             "/ready": {
                 "ready": not late,
                 "pid": os.getpid(),
+                "incarnation": INCARNATION,
                 "waiting_for": "the model to load" if late else None,
                 "peers": peers,
             },
             "/ledger": {
                 "name": name,
-                "idle": True,
-                "ledger": {"requests": 0},
+                "idle": not busy,
+                "front_requests": 0,
+                "ledger": {"requests": busy},
                 "counters": {"kv_bytes_shm": 4096.0, "requests_finished": 2.0},
                 "peers": peers,
             },
-            "/internal/instances": {"instances": [], "pairs": 1, "mixed": 0},
+            "/internal/instances": {
+                "instances": [described(i) for i in list(self.registry.values())]
+            },
         }
-        body = json.dumps(answers.get(self.path, {"error": "no such page"})).encode()
         status = 200 if self.path in answers else 404
-        self.send_response(503 if late and self.path == "/ready" else status)
+        status = 503 if late and self.path == "/ready" else status
+        self.answer(status, answers.get(self.path, {"error": "no such page"}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {token(self.config)}":
+            self.answer(401, {"error": {"message": "wrong token"}})
+        elif self.path == "/internal/register":
+            known = self.registry.get(body["name"], {})
+            same = known.get("incarnation") == body["incarnation"]
+            draining = known["draining"] if same else body["draining"]
+            self.registry[body["name"]] = body | {"seen": time.monotonic(), "draining": draining}
+            prefills = [n for n, i in list(self.registry.items()) if i["role"] == "prefill"]
+            named = {n: {"host": "127.0.0.1", "port": 1} for n in prefills}
+            self.answer(200, {"draining": draining, "peers": named})
+        elif body["name"] in self.registry:
+            self.registry[body["name"]]["draining"] = body["draining"]
+            self.answer(200, described(self.registry[body["name"]]))
+        else:
+            self.answer(404, {"error": {"message": f"no instance {body['name']} is registered"}})
+
+    def answer(self, status: int, document: Any) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+BEGUN = time.monotonic()
+INCARNATION = uuid.uuid4().hex
+
+
+def is_late() -> bool:
+    return time.monotonic() - BEGUN < float(os.environ.get("STUB_DELAY", "0"))
+
+
+def token(config: dict[str, Any]) -> str:
+    with open(config["token_file"]) as f:
+        return f.read().strip()
+
+
+def described(instance: dict[str, Any]) -> dict[str, Any]:
+    dead = time.monotonic() - instance["seen"] > DEAD_S
+    state = "draining" if instance["draining"] else "ready" if instance["ready"] else "starting"
+    links = [name for name, path in instance["peers"].items() if path]
+    more = {"state": "dead" if dead else state, "reason": "", "links": links, "in_flight": 0}
+    return {key: v for key, v in instance.items() if key != "seen"} | more
+
+
+def register(config: dict[str, Any]) -> None:
+    """For ever. A router that does not answer is asked again."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    path = None if os.environ.get("STUB_NO_PATH") else "shm"
+    draining = False
+    while True:
+        body = {
+            "name": config["name"],
+            "role": config["role"],
+            "incarnation": INCARNATION,
+            "ready": not is_late(),
+            "draining": draining,
+            "peers": dict.fromkeys(Handler.peers, path),
+        }
+        headers = {"Authorization": f"Bearer {token(config)}"}
+        url = f"{config['router']}/internal/register"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            with opener.open(request, timeout=2) as response:
+                reply = json.load(response)
+            draining = reply["draining"]
+            if config["role"] == "decode":
+                Handler.peers = reply["peers"]
+        except OSError:
+            pass
+        time.sleep(HEARTBEAT_S)
 
 
 def main() -> None:
@@ -87,10 +171,12 @@ def main() -> None:
             f.write(b"x" * 4096)
     if os.environ.get("STUB_ESCAPE"):
         escape("kworker/9:9")
-    Handler.config, Handler.begun = config, time.monotonic()
+    Handler.config = config
     listen = config["listen"]
     server = http.server.ThreadingHTTPServer((listen["host"], listen["port"]), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    if config.get("router"):
+        register(config)
     while True:
         time.sleep(600)
 

@@ -76,7 +76,6 @@ QUICKSTART_DECODE = {
     "drain_timeout_s": 30.0,
     "cpu_buffer_bytes": 268435456,
     "transfer": "auto",
-    "prefill_peers": [{"name": "prefill-0", "address": {"host": "127.0.0.1", "port": 9100}}],
 }
 
 
@@ -97,7 +96,6 @@ def test_the_quickstarts_decode_word_for_word() -> None:
     assert decode.bind == "127.0.0.1"
     assert decode.shm_prefix == QUICKSTART_DECODE["shm_prefix"]
     assert decode.cpu_buffer_bytes == 256 << 20
-    assert decode.expects_peers == ("prefill-0",)
     assert (decode.secrets, decode.secret_files) == ((), {})
 
 
@@ -116,16 +114,15 @@ def test_the_quickstarts_router_word_for_word() -> None:
         "retries": 1,
     }
     assert (router.url, router.ports) == ("http://127.0.0.1:8000", {"http": 8000})
-    assert (router.shm_prefix, router.cpu_buffer_bytes, router.expects_peers) == ("", 0, ())
+    assert (router.shm_prefix, router.cpu_buffer_bytes) == ("", 0)
 
 
 def test_prefill_listens_for_peers_and_knows_none() -> None:
     prefill = specs(example("quickstart"))[1]
     config = json.loads(prefill.files["config.json"])
     assert config["peer"] == {"host": "127.0.0.1", "port": 9100}
-    assert not {"prefill_peers", "cpu_buffer_bytes", "transfer"} & config.keys()
+    assert not {"cpu_buffer_bytes", "transfer"} & config.keys()
     assert prefill.ports == {"http": 8100, "peer": 9100}
-    assert prefill.expects_peers == ()
 
 
 @pytest.mark.parametrize("name", [p.stem for p in sorted(TOPOLOGIES.glob("*.yaml"))])
@@ -142,7 +139,6 @@ def test_across_hosts_everything_is_found_by_its_advertised_address(tmp_path: Pa
     config = read_back(decode, tmp_path)
     assert config.router == router.url
     assert str(config.listen) == "192.0.2.12:8100"
-    assert [str(p.address) for p in config.prefill_peers] == ["192.0.2.11:9100"]
     assert str(read_back(prefill, tmp_path).peer) == "192.0.2.11:9100"
     assert config.device == "cuda:0"
     assert decode.env == {"CUDA_VISIBLE_DEVICES": "0"}
@@ -161,11 +157,9 @@ def test_the_reference_uses_every_option(tmp_path: Path) -> None:
     assert prefill.bind == "0.0.0.0" and prefill.url == "http://192.0.2.10:8101"
     decode = read_back(by_name["decode-1"], tmp_path)
     assert by_name["decode-1"].env["CUDA_VISIBLE_DEVICES"] == "1"
-    assert [p.name for p in decode.prefill_peers] == ["prefill-0", "prefill-1"]
     assert decode.model == runtime_config.ModelConfig(
         path="/models/m.gguf", name="smollm", dtype="bfloat16", max_model_len=4096
     )
-    assert by_name["mixed-0"].expects_peers == ()
 
 
 def test_an_ipv6_host(tmp_path: Path) -> None:
@@ -179,10 +173,21 @@ def test_an_ipv6_host(tmp_path: Path) -> None:
             "decode": ({"host": "b"},),
         }
     )
-    router, _, decode = specs(topology)
-    assert router.url == "http://[2001:db8::1]:8000"
-    config = read_back(decode, tmp_path)
-    assert str(config.prefill_peers[0].address) == "[2001:db8::1]:9100"
+    router, prefill, decode = specs(topology)
+    assert router.url == read_back(decode, tmp_path).router == "http://[2001:db8::1]:8000"
+    assert str(read_back(prefill, tmp_path).peer) == "[2001:db8::1]:9100"
+
+
+def test_decode_does_not_change_when_prefill_does() -> None:
+    """Its peers come from the router, so scaling prefill restarts nothing."""
+    one = example("quickstart")
+    group = one.prefill[0].model_copy(update={"replicas": 2})
+    two = one.model_copy(update={"prefill": (group,)})
+    ports = {"router": {"http": 8000}, "decode-0": {"http": 8101}}
+    ports |= {f"prefill-{n}": {"http": 8200 + n, "peer": 9200 + n} for n in range(2)}
+    before, after = ({s.name: s.hash for s in specs(t, ports)} for t in (one, two))
+    assert set(after) - set(before) == {"prefill-1"}
+    assert before.items() <= after.items()
 
 
 def test_the_files_last_word_is_the_topologys_env() -> None:

@@ -133,7 +133,7 @@ def test_it_waits_and_tells_what_for(fake: Fake) -> None:
 )
 def test_what_ready_means(fake: Fake, status: int, body: Any, reason: str) -> None:
     fake.status, fake.body = status, body
-    found = probe_ready(fake.spec(expects_peers=("p-0", "p-1")), SELF)
+    found = probe_ready(fake.spec(), SELF, ("p-0", "p-1"))
     assert (found.ready, found.reason, found.reachable) == (not reason, reason, True)
 
 
@@ -166,7 +166,7 @@ def test_the_deadline_names_what_was_missing(fake: Fake) -> None:
 
 def test_nobody_listens() -> None:
     spec = Fake(f"http://127.0.0.1:{free_port()}").spec()
-    assert probe_ready(spec, SELF).reachable is False
+    assert probe_ready(spec, SELF, ()).reachable is False
     with pytest.raises(ServiceFailed, match="no answer yet"):
         wait_ready([spec], Told().watcher(), soon(0.3))
 
@@ -175,12 +175,12 @@ def test_a_proxy_of_the_environment_is_not_asked(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    assert probe_ready(fake.spec(), SELF).ready
+    assert probe_ready(fake.spec(), SELF, ()).ready
 
 
 @pytest.mark.parametrize("body", [{"pid": 4712}, {"pid": None}, [1], b"hello"])
 def test_a_stranger_on_the_port_is_not_the_service(fake: Fake, body: Any) -> None:
     fake.body = body
-    found = probe_ready(fake.spec(), SELF)
+    found = probe_ready(fake.spec(), SELF, ())
     assert not found.ready and "not by this service" in found.reason
-    assert not probe_ready(fake.spec(), None).ready
+    assert not probe_ready(fake.spec(), None, ()).ready

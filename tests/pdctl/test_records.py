@@ -19,7 +19,6 @@ SPEC = ServiceSpec(
     argv=("python", "-m", "runtime"),
     secrets=("KEY",),
     ports={"http": 8100},
-    expects_peers=("prefill-0",),
 )
 
 
