@@ -78,7 +78,7 @@ def shim_call(
     result = host.run(
         shim_argv(host, "call"), stdin=request_text(host, do, payload), timeout=timeout
     )
-    return _answer(host, do, result.out, result.err)
+    return answered(host, do, result.out, result.err)
 
 
 class Session:
@@ -113,7 +113,7 @@ class Session:
             # Ctrl-C or a timeout made us leave.
             while line is not None and _parsed(line).get("number") != self._number:
                 line = self._channel.receive(timeout)
-        return _answer(self.host, do, line or "", "" if line else self._channel.error_text())
+        return answered(self.host, do, line or "", "" if line else self._channel.error_text())
 
     def close(self) -> None:
         self._channel.close()
@@ -139,7 +139,8 @@ def _parsed(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) and "ok" in found else {}
 
 
-def _answer(host: Host, do: str, text: str, err: str) -> dict[str, Any]:
+def answered(host: Host, do: str, text: str, err: str) -> dict[str, Any]:
+    """The shim's answer, or its refusal as the PdctlError it is."""
     answer = _parsed((text.splitlines() or [""])[-1])
     if not answer:
         reason = err.strip().splitlines()[-1:] or ["it ended without an answer"]

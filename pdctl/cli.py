@@ -29,7 +29,7 @@ from pdctl.cli_edge import (
     where,
 )
 from pdctl.cli_files import init, model_app, validate
-from pdctl.cli_look import audit, lock_app, logs, status
+from pdctl.cli_look import audit, exec_command, lock_app, logs, status
 from pdctl.errors import (
     EXIT_DEGRADED,
     EXIT_FAILED,
@@ -235,6 +235,9 @@ def ask(
 app.command("status")(status)
 app.command("logs")(logs)
 app.command("audit")(audit)
+app.command(
+    "exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)(exec_command)
 app.add_typer(lock_app, name="lock", no_args_is_help=True)
 app.command("bench")(bench_command)
 app.command("validate")(validate)

@@ -139,6 +139,50 @@ def audit(
         typer.echo(audit_text(entries, Screen.of(sys.stdout)))
 
 
+def exec_command(
+    words: Annotated[list[str], typer.Argument(metavar="[SERVICE] -- COMMAND...")],
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="There, without a service: an address or a host's key."),
+    ] = None,
+    secrets: Annotated[
+        bool, typer.Option("--secrets", help="With the service's secrets in the environment.")
+    ] = False,
+    name: NameOption = None,
+    file: FileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
+) -> None:
+    """Run a command in a service's directory and environment, or on a host; exit as it does.
+
+    No shell: write `sh -c '...'` for one. Its input is empty.
+    """
+    from pdctl import ops
+    from pdctl.output import json_line
+
+    def show(stream: str, text: str) -> None:
+        if as_json:
+            typer.echo(json_line({"schema": "pdctl.exec/1", "stream": stream, "text": text}))
+            return
+        target = sys.stderr if stream == "err" else sys.stdout
+        target.buffer.write(text.encode("utf-8", "surrogateescape"))
+        target.buffer.flush()
+
+    target = [] if host else words[:1]
+    argv = words[len(target) :]
+    argv = argv[1:] if argv[:1] == ["--"] else argv
+    with errors_as(as_json):
+        if not argv:
+            raise UsageError("there is no command", hint="pdctl exec SERVICE -- COMMAND...")
+        command = ops.Command(tuple(argv), secrets)
+        if host:
+            code = ops.on_host(host, command, show, where(file, None))
+        else:
+            code = ops.on_service(name, target[0], command, show, where(file, None))
+    if as_json:
+        typer.echo(json_line({"schema": "pdctl.exec/1", "stream": "exit", "code": code}))
+    raise typer.Exit(code)
+
+
 @lock_app.command("show")
 def lock_show(
     name: Name = None, file: FileOption = None, host: HostOption = None, as_json: AsJson = False

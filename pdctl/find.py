@@ -60,6 +60,17 @@ class Found:
     def reachable(self) -> list[Host]:
         return machines(h for key, h in self.hosts.items() if key not in self.unreachable)
 
+    def host_of(self, record: ServiceRecord) -> Host:
+        """The machine whose shim told of the record: another topology may have called it else."""
+        if record.host in self.hosts:
+            return self.hosts[record.host]
+        return next(
+            host
+            for host in self.reachable()
+            for service in self.answers[host.name]["services"]
+            if (service["service"], service["dir"]) == (record.name, record.dir)
+        )
+
     def is_orphan(self, record: ServiceRecord) -> bool:
         """Not in the topology any more. Where no topology is known nothing is an orphan."""
         wanted = self.known.services

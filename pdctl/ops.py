@@ -4,6 +4,7 @@ plan_up, up        bring a deployment to what its topology says
 down, down_orphans stop it and prove that nothing is left; or only what the topology lost
 status, logs, audit   look at it
 show_lock, break_locks  the lock on it
+on_service, on_host   run a command beside a service, or on a host
 deployments, resolve_name   which there are, and which one is meant
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 from pdctl.audit import AuditEntry, audit
 from pdctl.down import DownResult, StoppedService, down, down_orphans
 from pdctl.events import Event, EventKind, Report, silent
+from pdctl.execute import Command, on_host, on_service
 from pdctl.find import Where, deployments, resolve_name
 from pdctl.locks import LockHolder, LockReport, break_locks
 from pdctl.locks import show as show_lock
@@ -20,6 +22,7 @@ from pdctl.status import DeploymentStatus, ServiceStatus, status
 from pdctl.up import UpOptions, UpResult, plan_up, up
 
 __all__ = [
+    "Command",
     "AuditEntry",
     "LockHolder",
     "LockReport",
@@ -42,6 +45,8 @@ __all__ = [
     "down",
     "down_orphans",
     "logs",
+    "on_host",
+    "on_service",
     "plan_up",
     "silent",
     "status",

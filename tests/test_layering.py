@@ -27,7 +27,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "agent health preflight",
         "fleet",
         "find",
-        "audit launch locks logs",
+        "audit execute launch locks logs",
         "up down status",
         "ops output documents",
         "bench",

@@ -109,7 +109,7 @@ def _write_files(service: Service, request: dict[str, Any]) -> None:
         write_private(service.path(name), text.replace("{dir}", service.dir))
     if request.get("token"):
         write_private(service.path("token"), request["token"] + "\n")
-    env = {**_inherited(), **spec.get("env", {}), **request.get("secret_env", {})}
+    env = {**inherited(), **spec.get("env", {}), **request.get("secret_env", {})}
     # SPT_NOENV: a service that retitles itself with setproctitle leaves its environment in place.
     env.update({MARKER: service.dir, "SPT_NOENV": "1"})
     write_json(service.path("env"), env)
@@ -117,7 +117,8 @@ def _write_files(service: Service, request: dict[str, Any]) -> None:
         os.replace(service.path("out.log"), service.path("out.log.1"))
 
 
-def _inherited() -> dict[str, str]:
+def inherited() -> dict[str, str]:
+    """Of our own environment, what every process that we start may have."""
     return {k: v for k, v in os.environ.items() if INHERITED.match(k)}
 
 
@@ -132,7 +133,7 @@ def _launch(service: Service, lock: int) -> None:
             stdout=log,
             stderr=log,
             cwd="/",
-            env={**_inherited(), MARKER: service.dir},
+            env={**inherited(), MARKER: service.dir},
             pass_fds=(lock, report),
             start_new_session=True,
         )

@@ -3,6 +3,7 @@
 call                  answer the request on stdin
 serve                 answer one request per line until stdin closes; a `lock` is held as long
 follow                the first line names services; then their new log lines, until stdin closes
+exec                  the first line names a command; then its output and exit code
 supervise DIR FD FD   internal: become the parent of a service
 """
 
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import audit, control, deployment, lock, logs, look, probe
+from . import audit, control, deployment, execute, lock, logs, look, probe
 from .files import Refused, base_of
 from .supervise import Supervisor
 
@@ -31,6 +32,7 @@ CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "stop": control.stop,
     "purge": control.purge,
 }
+STREAMS: dict[str, Callable[[], None]] = {"follow": logs.follow, "exec": execute.execute}
 
 
 class Session:
@@ -111,12 +113,12 @@ def main(argv: list[str]) -> int:
         print(json.dumps(Session().answer(json.load(sys.stdin))))
     elif command == "serve":
         serve()
-    elif command == "follow":
+    elif command in STREAMS:
         try:
-            logs.follow()
+            STREAMS[command]()
         except (BrokenPipeError, KeyboardInterrupt):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     else:
-        print("usage: call | serve | follow  (JSON on stdin)", file=sys.stderr)
+        print("usage: call | serve | follow | exec  (JSON on stdin)", file=sys.stderr)
         return 2
     return 0
