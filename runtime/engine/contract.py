@@ -66,12 +66,22 @@ class Computed:
 @dataclass(frozen=True, slots=True)
 class Adopted:
     """Mode decode: these device blocks, one per prompt block, are the request's; put its KV there,
-    then `resume`. The first `cached` hold theirs already: other requests may read them, nobody may
-    write them."""
+    then `resume`; after a SwapOut that was kept, put back what was saved, then `swapped_in`. The
+    first `cached` hold theirs already: other requests may read them, nobody may write them."""
 
     id: RequestId
     blocks: tuple[int, ...]
     cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Mode decode: the engine is out of device blocks and this request has to make room. Save what
+    these blocks hold, if there is a place for it, then call `swapped_out`; nobody writes them
+    meanwhile."""
+
+    id: RequestId
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class EngineFailed:
     status: int
 
 
-EngineEvent = Produced | Computed | Adopted | EngineFailed
+EngineEvent = Produced | Computed | Adopted | SwapOut | EngineFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +137,13 @@ class EngineControl(Protocol):
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         """Mode decode: the KV of the whole prompt is in place; `first` is output token 0 (already
         streamed)."""
+
+    def swapped_out(self, request_id: RequestId, kept: bool) -> None:
+        """Answers SwapOut: its blocks are not read any more. Not `kept`: the engine computes the KV
+        again. Kept: an Adopted follows when there are blocks again."""
+
+    def swapped_in(self, request_id: RequestId) -> None:
+        """What was kept is in the blocks of the last Adopted: decoding goes on."""
 
     def drop(self, request_id: RequestId) -> None:
         """Stop the request in any mode and state and free its blocks; no event follows. Unknown ids

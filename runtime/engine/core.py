@@ -134,6 +134,12 @@ class Engine:
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         self._post(lambda: self._stepper.resume(request_id, first))
 
+    def swapped_out(self, request_id: RequestId, kept: bool) -> None:
+        self._post(lambda: self._stepper.swapped_out(request_id, kept))
+
+    def swapped_in(self, request_id: RequestId) -> None:
+        self._post(lambda: self._stepper.swapped_in(request_id))
+
     def drop(self, request_id: RequestId) -> None:
         self._post(lambda: self._stepper.drop(request_id))
 

@@ -1,7 +1,8 @@
 """Continuous batching: who computes how many tokens in the next step, and who holds blocks.
 
 First come, first served. Decodes go first, then prompt chunks, within one budget of tokens. Out of
-blocks, the latest sequence is put back and computed again later. Knows no model, events or clock.
+blocks, the latest sequence makes room: one of mode decode leaves, and its KV may be kept elsewhere;
+others are put back and computed again. Knows no model, events or clock.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Plan:
     work: list[Work] = field(default_factory=list)
     adopted: list[Sequence] = field(default_factory=list)
     """Mode decode: just got their blocks."""
+    leaving: list[Sequence] = field(default_factory=list)
+    """Mode decode: just lost the right to theirs."""
     cached: list[Sequence] = field(default_factory=list)
     """Just admitted with part of their tokens found in the prefix cache."""
 
@@ -44,15 +47,18 @@ class Scheduler:
         self._sequences: dict[RequestId, Sequence] = {}
         self._waiting: deque[Sequence] = deque()  # in order of arrival
         self._running: list[Sequence] = []  # in order of arrival
+        self._leaving: list[Sequence] = []
+        self._promised = 0
+        """Of the blocks that come free, those that this step's sequences wait for."""
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Those on their way out are on their way into the queue."""
+        return len(self._waiting) + len(self._leaving)
 
     @property
     def num_active(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self._sequences) - len(self._waiting)
+        return len(self._sequences) - self.num_waiting
 
     @property
     def queue_full(self) -> bool:
@@ -88,7 +94,24 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif sequence.state is State.RUNNING:
             self._running.remove(sequence)
+        elif sequence.state is State.LEAVING:
+            self._leaving.remove(sequence)
         self._free(sequence)
+
+    def swapped_out(self, sequence: Sequence, kept: bool) -> None:
+        """Nobody reads its blocks any more. `kept`: it need not be computed again."""
+        assert sequence.state is State.LEAVING, f"request {sequence.id} is {sequence.state.name}"
+        self._leaving.remove(sequence)
+        sequence.kept = sequence.num_computed if kept else 0
+        self._requeue(sequence)
+
+    def swapped_in(self, sequence: Sequence) -> None:
+        """What was kept is in its blocks."""
+        assert sequence.state is State.ADOPTED, f"request {sequence.id} is {sequence.state.name}"
+        cached = sequence.num_indexed * self._limits.block_size
+        sequence.num_computed, sequence.kept = max(sequence.kept, cached), 0
+        self._run(sequence)
+        self._index_blocks(sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """Mode prefill, computed: it runs no more and keeps its blocks."""
@@ -97,6 +120,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         plan = Plan()
+        self._promised = 0
         budget = self._schedule_decodes(plan, self._limits.max_num_batched_tokens)
         budget = self._schedule_chunks(plan, budget)
         self._admit(plan, budget)
@@ -112,8 +136,8 @@ class Scheduler:
     def _schedule_decodes(self, plan: Plan, budget: int) -> int:
         for sequence in [s for s in self._running if s.remaining == 1 and s.num_output]:
             if budget == 0 or sequence.state is not State.RUNNING:
-                continue  # put back just now, for an earlier one
-            if self._grow(sequence):
+                continue  # made room just now, for an earlier one
+            if self._grow(sequence, plan):
                 plan.work.append(Work(sequence, 1))
                 budget -= 1
         return budget
@@ -132,11 +156,11 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         while self._waiting and self._num_scheduled() < self._limits.max_num_seqs:
             sequence = self._waiting[0]
-            adopts = sequence.mode == "decode" and not sequence.resumed
-            if not (adopts or budget) or not self._claim(sequence, share=not adopts):
+            handed_over = sequence.adopts and not sequence.kept
+            if not (sequence.adopts or budget) or not self._claim(sequence, share=not handed_over):
                 break
             self._waiting.popleft()
-            if adopts:
+            if sequence.adopts:
                 sequence.state = State.ADOPTED
                 plan.adopted.append(sequence)
                 continue
@@ -173,25 +197,38 @@ class Scheduler:
         hashes = block_hashes(sequence.tokens, size, sequence.hashes)
         return hashes[: (len(sequence.tokens) - 1) // size]
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """A block for its next token. May put back later sequences, last this one itself: False."""
+    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """A block for its next token. False: later sequences, or last this one itself, had to make
+        room, and their blocks are not free yet.
+        """
         if sequence.num_computed < len(sequence.blocks) * self._limits.block_size:
             return True
         while (block := self._cache.allocate()) is None:
+            if self._promised < sum(len(s.blocks) for s in self._leaving):
+                self._promised += 1
+                return False
             victim = next(s for s in reversed(self._running) if s.preemptible)
-            self._put_back(victim)
+            self._make_room(victim, plan)
             if victim is sequence:
                 return False
         sequence.blocks.append(block)
         return True
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _make_room(self, sequence: Sequence, plan: Plan) -> None:
         self._running.remove(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        if sequence.mode == "decode" and sequence.num_computed:
+            sequence.state = State.LEAVING
+            self._leaving.append(sequence)
+            plan.leaving.append(sequence)
+        else:
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
         self._free(sequence)
         sequence.state = State.WAITING
         insort(self._waiting, sequence, key=lambda s: s.order)
-        sequence.preemptions += 1
-        self.preemptions += 1
 
     def _index_blocks(self, sequence: Sequence) -> None:
         """Offers blocks that became full to the prefix index."""

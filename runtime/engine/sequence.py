@@ -18,6 +18,8 @@ class State(Enum):
     ADOPTED = auto()
     """Mode decode: holds blocks that someone else fills; waits for resume."""
     RUNNING = auto()
+    LEAVING = auto()
+    """Mode decode: runs no more; its blocks are being saved and then free."""
     HELD = auto()
     """Mode prefill: computed; holds its blocks until dropped."""
 
@@ -49,6 +51,8 @@ class Sequence:
     preemptions: int = 0
     resumed: bool = False
     """Mode decode: its prompt's KV was handed over once."""
+    kept: int = 0
+    """Mode decode, swapped out: tokens whose KV someone else keeps."""
 
     # Set by the core, for the timings.
     started: float | None = None
@@ -76,6 +80,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def adopts(self) -> bool:
+        """Someone else fills the blocks that it gets next."""
+        return self.mode == "decode" and (not self.resumed or self.kept > 0)
 
     @property
     def preemptible(self) -> bool:

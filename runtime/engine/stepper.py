@@ -22,6 +22,7 @@ from runtime.engine.contract import (
     EngineRequest,
     EngineStats,
     Produced,
+    SwapOut,
 )
 from runtime.engine.finish import finish_reason
 from runtime.engine.sampler import is_plain, sample
@@ -119,6 +120,14 @@ class Stepper:
             self._events.append(Produced(request_id, (), reason))
             self._end(sequence)
 
+    def swapped_out(self, request_id: RequestId, kept: bool) -> None:
+        if sequence := self._scheduler.get(request_id):
+            self._scheduler.swapped_out(sequence, kept)
+
+    def swapped_in(self, request_id: RequestId) -> None:
+        if sequence := self._scheduler.get(request_id):
+            self._scheduler.swapped_in(sequence)
+
     def drop(self, request_id: RequestId) -> None:
         sequence = self._scheduler.get(request_id)
         if sequence is not None:
@@ -150,7 +159,7 @@ class Stepper:
         if plan.work:
             self._postprocess(self._run(plan.work))
             self._counters["steps"] += 1
-        return bool(plan.work or plan.adopted)
+        return bool(plan.work or plan.adopted or plan.leaving)
 
     def _announce(self, plan: Plan) -> None:
         now = time.monotonic()
@@ -158,7 +167,12 @@ class Stepper:
             if work.sequence.started is None:
                 work.sequence.started = now
         for sequence in plan.adopted:
-            self._events.append(Adopted(sequence.id, tuple(sequence.blocks)))
+            blocks = self._blocks_of(sequence, sequence.kept or sequence.prompt_len)
+            cached = min(sequence.num_indexed, len(blocks))
+            self._events.append(Adopted(sequence.id, blocks, cached))
+        for sequence in plan.leaving:
+            blocks = self._blocks_of(sequence, sequence.num_computed)
+            self._events.append(SwapOut(sequence.id, blocks))
         for sequence in plan.cached:
             self._tell_computed(sequence)
 
@@ -237,8 +251,11 @@ class Stepper:
     def _tell_computed(self, sequence: Sequence) -> None:
         if sequence.mode == "prefill":
             tokens = sequence.num_computed
-            blocks = sequence.blocks[: -(-tokens // self._block_size)]
-            self._events.append(Computed(sequence.id, tokens, tuple(blocks)))
+            blocks = self._blocks_of(sequence, tokens)
+            self._events.append(Computed(sequence.id, tokens, blocks))
+
+    def _blocks_of(self, sequence: Sequence, tokens: int) -> tuple[int, ...]:
+        return tuple(sequence.blocks[: -(-tokens // self._block_size)])
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)

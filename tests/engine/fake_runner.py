@@ -37,6 +37,19 @@ class FakeRunner:
             cell = (blocks[position // self.block_size], position % self.block_size)
             self.cells[cell] = (tokens[position], position)
 
+    def save(self, blocks: Sequence[int]) -> list[tuple[int, int] | None]:
+        """What the cells of these blocks hold, in order."""
+        return [self.cells.get((block, s)) for block in blocks for s in range(self.block_size)]
+
+    def restore(
+        self, blocks: Sequence[int], cached: int, saved: Sequence[tuple[int, int] | None]
+    ) -> None:
+        """Put back what `save` found, but for the first `cached` blocks."""
+        for at in range(cached * self.block_size, len(saved)):
+            cell = (blocks[at // self.block_size], at % self.block_size)
+            if (value := saved[at]) is not None:
+                self.cells[cell] = value
+
     def check(self, blocks: Sequence[int], tokens: Sequence[int], count: int) -> None:
         for position in range(count):
             cell = (blocks[position // self.block_size], position % self.block_size)

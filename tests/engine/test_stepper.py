@@ -19,6 +19,7 @@ from runtime.engine.contract import (
     EngineRequest,
     Mode,
     Produced,
+    SwapOut,
 )
 from runtime.engine.finish import finish_reason
 from runtime.engine.scheduler import Limits
@@ -40,6 +41,7 @@ class Bench:
     max_queued: int = 100
     prefix_cache: bool = True
     events: list[EngineEvent] = field(default_factory=list)
+    saved: dict[RequestId, list[tuple[int, int] | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runner = FakeRunner(self.block_size, self.budget)
@@ -57,12 +59,25 @@ class Bench:
 
     def step(self) -> bool:
         worked = self.stepper.step(lambda: None)
-        self.events += self.stepper.take_events()
+        events = self.stepper.take_events()
+        self.events += events
+        self.new = len(events)
         return worked
 
-    def finish(self) -> None:
+    def finish(self, keep: bool = True) -> None:
+        """Step until nothing happens, saving what has to make room if told to keep it."""
         while self.step():
-            pass
+            for event in self.events[len(self.events) - self.new :]:
+                self.swap(event, keep)
+
+    def swap(self, event: EngineEvent, keep: bool) -> None:
+        if isinstance(event, SwapOut):
+            if keep:
+                self.saved[event.id] = self.runner.save(event.blocks)
+            self.stepper.swapped_out(event.id, keep)
+        elif isinstance(event, Adopted) and event.id in self.saved:
+            self.runner.restore(event.blocks, event.cached, self.saved.pop(event.id))
+            self.stepper.swapped_in(event.id)
 
     def of(self, name: str) -> list[EngineEvent]:
         return [event for event in self.events if event.id == name]
@@ -212,6 +227,78 @@ def test_the_latest_is_put_back_and_loses_nothing() -> None:
     assert ends == ["a", "b"]
 
 
+def decode_two(bench: Bench) -> tuple[EngineRequest, EngineRequest]:
+    """Two handed-over requests that need more blocks than there are."""
+    requests = [
+        bench.submit(name, [number + 1] * 8, "decode", max_tokens=12, ignore_eos=True)
+        for number, name in enumerate("ab")
+    ]
+    bench.step()
+    for request in requests:
+        (adopted,) = bench.of(request.id)
+        assert isinstance(adopted, Adopted)
+        bench.runner.put(adopted.blocks, request.prompt, range(8))
+        first = next_token(list(request.prompt))
+        bench.stepper.resume(request.id, OutputToken(first))
+    return requests[0], requests[1]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_what_makes_room_comes_back_and_its_output_is_the_same(
+    keep: bool, prefix_cache: bool
+) -> None:
+    bench = Bench(num_blocks=6, prefix_cache=prefix_cache)
+    requests = decode_two(bench)
+    bench.finish(keep)
+    for request in requests:
+        assert bench.tokens(request.id) == oracle(request, 24)[0][1:]
+    assert [type(event) for event in bench.of("a")].count(SwapOut) == 0, "the earlier one stays"
+    kinds = [type(event) for event in bench.of("b") if not isinstance(event, Produced)]
+    assert kinds == ([Adopted, SwapOut, Adopted] if keep else [Adopted, SwapOut])
+    computed = bench.stepper.stats().counters
+    assert computed["preemptions"] == 1
+    assert bench.idle()
+
+
+def test_blocks_are_not_reused_before_they_are_saved() -> None:
+    bench = Bench(num_blocks=6, prefix_cache=False)
+    a, b = decode_two(bench)
+    while not any(isinstance(event, SwapOut) for event in bench.events):
+        bench.step()
+    (event,) = (event for event in bench.events if isinstance(event, SwapOut))
+    before = bench.runner.save(event.blocks)
+    tokens = len(bench.tokens("a"))
+    for _ in range(3):
+        bench.step()
+    # a waits for the blocks of b; nobody else is asked to make room for it, and none writes there.
+    assert len(bench.tokens("a")) == tokens
+    assert bench.runner.save(event.blocks) == before
+    stats = bench.stepper.stats()
+    assert (stats.waiting, stats.counters["preemptions"]) == (1, 1)
+    bench.swap(event, keep=True)
+    bench.finish()
+    for request in (a, b):
+        assert bench.tokens(request.id) == oracle(request, 24)[0][1:]
+
+
+@pytest.mark.parametrize("after", ["SwapOut", "kept", "Adopted"])
+def test_drop_in_every_state_of_a_swap(after: str) -> None:
+    bench = Bench(num_blocks=6, prefix_cache=False)
+    a, b = decode_two(bench)
+    while not any(isinstance(event, SwapOut) for event in bench.events):
+        bench.step()
+    if after != "SwapOut":
+        bench.swap(bench.of("b")[-1], keep=True)
+    if after == "Adopted":
+        while not isinstance(bench.of("b")[-1], Adopted):
+            bench.step()
+    bench.stepper.drop(b.id)
+    bench.finish()
+    assert bench.tokens("a") == oracle(a, 24)[0][1:]
+    assert bench.idle()
+
+
 def test_blocks_that_others_use_are_never_taken() -> None:
     bench = Bench(num_blocks=6)
     bench.submit("p", [1] * 8, "prefill")
@@ -349,6 +436,7 @@ class Life(RuleBasedStateMachine):
         self.adopted: dict[RequestId, tuple[int, ...]] = {}
         self.held: dict[RequestId, Computed] = {}
         self.dropped: set[RequestId] = set()
+        self.leaving: dict[RequestId, SwapOut] = {}
         self.seen = 0
 
     @rule(
@@ -386,6 +474,12 @@ class Life(RuleBasedStateMachine):
         else:
             self.bench.stepper.resume(name, OutputToken(first))
 
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data(), keep=st.booleans())
+    def save(self, data: st.DataObject, keep: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.leaving)))
+        self.bench.swap(self.leaving.pop(name), keep)
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
@@ -396,11 +490,16 @@ class Life(RuleBasedStateMachine):
         self.dropped.add(name)
         self.adopted.pop(name, None)
         self.held.pop(name, None)
+        self.leaving.pop(name, None)
 
     def look(self) -> None:
         for event in self.bench.events[self.seen :]:
-            if isinstance(event, Adopted):
+            if isinstance(event, Adopted) and event.id in self.bench.saved:
+                self.bench.swap(event, keep=True)
+            elif isinstance(event, Adopted):
                 self.adopted[event.id] = event.blocks
+            if isinstance(event, SwapOut) and event.id not in self.dropped:
+                self.leaving[event.id] = event
             if isinstance(event, Computed) and event.id not in self.dropped:
                 self.held[event.id] = event
             assert not isinstance(event, EngineFailed), event.message
@@ -428,6 +527,8 @@ class Life(RuleBasedStateMachine):
                 self.drop_now(name)
             for name in list(self.adopted):
                 self.resume_now(name)
+            for name in list(self.leaving):
+                self.bench.swap(self.leaving.pop(name), keep=True)
             if not worked and self.bench.idle():
                 break
         assert self.bench.idle()
