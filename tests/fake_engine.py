@@ -31,6 +31,7 @@ from runtime.engine.contract import (
     EngineRequest,
     EngineStats,
     Produced,
+    SwapOut,
 )
 from runtime.kv.cache import BlockCache
 from runtime.kv.layout import KvLayout, PoolMap
@@ -66,6 +67,8 @@ class _Request:
     request: EngineRequest
     blocks: tuple[int, ...] = ()
     cached: int = 0
+    kept: bool = False
+    """Swapped out at least once, and its KV with it."""
     computed: int = 0
     output: list[int] = field(default_factory=list)
     state: str = "waiting"
@@ -133,6 +136,16 @@ class FakeEngine:
 
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         self._post(lambda: self._on_resume(request_id, first))
+
+    def swap_out(self, request_id: RequestId) -> None:
+        """As if there were no blocks for others to grow into."""
+        self._post(lambda: self._on_swap_out(request_id))
+
+    def swapped_out(self, request_id: RequestId, kept: bool) -> None:
+        self._post(lambda: self._on_swapped_out(request_id, kept))
+
+    def swapped_in(self, request_id: RequestId) -> None:
+        self._post(lambda: self._on_swapped_in(request_id))
 
     def drop(self, request_id: RequestId) -> None:
         self._post(lambda: self._on_drop(request_id))
@@ -202,16 +215,42 @@ class FakeEngine:
         if request is None:
             return
         assert request.state == "adopted", request.state
+        if not self._verified(request):
+            return
         prompt = request.request.prompt
-        for number, block in enumerate(request.blocks):
-            if not self._holds(block, kv_block(prompt, number, self.layout)):
-                self._forget(request)
-                self._emit(EngineFailed(request_id, f"KV differs in block {number}", 500))
-                return
         request.output = [first.token]
         request.state = "decoding"
         hashes = self._hashes(prompt)
         self._cache.index(zip(hashes, request.blocks[: len(hashes)], strict=True))
+
+    def _verified(self, request: _Request) -> bool:
+        """Its prompt's KV is right; else it has failed."""
+        for number, block in enumerate(request.blocks):
+            if not self._holds(block, kv_block(request.request.prompt, number, self.layout)):
+                self._forget(request)
+                text = f"KV differs in block {number}"
+                self._emit(EngineFailed(request.request.id, text, 500))
+                return False
+        return True
+
+    def _on_swap_out(self, request_id: RequestId) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.state == "decoding":
+            request.state = "leaving"
+            self._emit(SwapOut(request_id, request.blocks))
+
+    def _on_swapped_out(self, request_id: RequestId, kept: bool) -> None:
+        if request := self._requests.get(request_id):
+            assert request.state == "leaving", request.state
+            self._release(request)
+            request.state = "waiting"
+            request.kept = kept
+
+    def _on_swapped_in(self, request_id: RequestId) -> None:
+        if request := self._requests.get(request_id):
+            assert request.state == "adopted" and request.kept, request.state
+            if self._verified(request):
+                request.state = "decoding"
 
     def _on_drop(self, request_id: RequestId) -> None:
         if request := self._requests.get(request_id):
@@ -220,6 +259,8 @@ class FakeEngine:
 
     def _step(self, request: _Request) -> None:
         match request.state, request.request.mode:
+            case "waiting", "decode" if request.output and not request.kept:
+                self._recompute(request)
             case "waiting", mode:
                 self._admit(request, "adopt" if mode == "decode" else "prefill")
             case "prefilling", _:
@@ -239,6 +280,17 @@ class FakeEngine:
             self._emit(Adopted(request.request.id, request.blocks))
         else:
             request.state = "prefilling"
+
+    def _recompute(self, request: _Request) -> None:
+        """What was swapped out and not kept."""
+        count = self.layout.blocks_for(len(request.request.prompt))
+        claim = None if "adopt" in self.paused else self._cache.claim([], count)
+        if claim is None:
+            return
+        request.blocks = claim.blocks
+        for number, block in enumerate(request.blocks):
+            self._fill(block, kv_block(request.request.prompt, number, self.layout))
+        request.state = "decoding"
 
     def _prefill(self, request: _Request) -> None:
         after_first = request.computed > 0 and "prefill_after_first" in self.paused
@@ -278,11 +330,15 @@ class FakeEngine:
 
     def _forget(self, request: _Request) -> None:
         del self._requests[request.request.id]
+        self._release(request)
+
+    def _release(self, request: _Request) -> None:
         for block in request.blocks[request.cached :]:
             if block not in self._cache._index._hash_of:
                 # A copy that still reads or writes here is found out.
                 self._fill(block, np.full(self.layout.block_bytes, 0xDD, dtype=np.uint8))
         self._cache.release(request.blocks)
+        request.blocks, request.cached = (), 0
 
     def _fill(self, block: int, whole: np.ndarray[Any, Any]) -> None:
         for source, target, size in self.pool_map.scatter([0], [block]):

@@ -19,7 +19,7 @@ from runtime.engine.mixed import MixedRole
 from runtime.engine.role import Parts, Role
 from runtime.errors import ConfigError
 from runtime.kv.buffer import CpuBuffer
-from runtime.kv.swap import CopyLane
+from runtime.kv.swap import SwapLanes
 from runtime.protocol import (
     PROTOCOL_VERSION,
     Failed,
@@ -123,8 +123,8 @@ class DecodeRole(Role):
             parts.engine.layout.block_bytes,
         )
         self.num_buffer_blocks = self._buffer.num_blocks
-        self._lane = CopyLane("kv-swap-in", parts.mailbox.post)
-        self._handoff = DecodeHandoff(config, parts.engine, self._buffer, self._lane, parts.send)
+        self._lanes = SwapLanes.start(parts.mailbox.post)
+        self._handoff = DecodeHandoff(config, parts.engine, self._buffer, self._lanes, parts.send)
         self._sessions = PeerSessions(
             self._hello(), parts.token, self._handoff, parts.mailbox.post, config.prefill_peers
         )
@@ -155,8 +155,7 @@ class DecodeRole(Role):
     async def close(self) -> None:
         await self._sessions.close()
         self._handoff.close()
-        self._lane.close()
-        await self._lane.wait_closed(_LANE_CLOSE_S)
+        await self._lanes.close(_LANE_CLOSE_S)
         self._buffer.close()
 
     def generate(self, message: Generate) -> None:
@@ -175,7 +174,7 @@ class DecodeRole(Role):
         return self._handoff.peer_states()
 
     def counters(self) -> Mapping[str, float]:
-        return self._handoff.counters
+        return self._handoff.accounts.counters
 
 
 def sweep_segments(prefix: str, folder: Path = _SHM) -> None:

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,3 +146,24 @@ class CopyLane:
         while (copy := self._queue.get()) is not None:
             copy.run(self._post, self._open.discard)
         self._post(self._stopped.set)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapLanes:
+    """A lane for each direction between buffer and pool: a request that has to make room does not
+    queue behind those that come in.
+    """
+
+    swap_in: CopyLane
+    swap_out: CopyLane
+
+    @classmethod
+    def start(cls, post: Post) -> SwapLanes:
+        return cls(CopyLane("kv-swap-in", post), CopyLane("kv-swap-out", post))
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancel all; wait for the pieces that run."""
+        for lane in (self.swap_in, self.swap_out):
+            lane.close()
+        for lane in (self.swap_in, self.swap_out):
+            await lane.wait_closed(timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from runtime.engine.contract import Adopted, EngineRequest
 from runtime.errors import Leg
 from runtime.kv.buffer import Reservation
 from runtime.kv.swap import Copy
@@ -71,12 +72,10 @@ class DecodeRequest:
     waiter: Waiter | None = None
     reserve_timer: asyncio.TimerHandle | None = None
     deadline_timer: asyncio.TimerHandle | None = None
-    have_blocks: int = 0
-    """Leading blocks of the prompt that are in the device pool already, and held for it."""
-    adopted: tuple[int, ...] | None = None
-    """All device blocks of the prompt, once the engine has given them."""
+    adopted: Adopted | None = None
+    """All device blocks of the prompt, when the engine gave them before the reservation."""
     landing: Landing | None = None
-    """Set with the reservation; the prompt's other blocks."""
+    """Set with the reservation: the prompt's other blocks; later, all that was swapped out."""
     granted: float = 0.0
     submitted: bool = False
     """The engine knows the id."""
@@ -87,7 +86,24 @@ class DecodeRequest:
     ready_at: float = 0.0
     landed_at: float = 0.0
     resumed_at: float = 0.0
+    away_since: float = 0.0
+    """When it was swapped out; 0: it is not."""
     over: bool = False
+
+    @property
+    def for_engine(self) -> EngineRequest:
+        message = self.message
+        return EngineRequest(message.id, message.prompt, message.params, "decode")
+
+    @property
+    def have_blocks(self) -> int:
+        """Leading blocks of the prompt that are in the device pool already, and held for it."""
+        return self.adopted.cached if self.adopted else 0
+
+    @property
+    def missing_blocks(self) -> int:
+        """Those that prefill is asked for."""
+        return self.num_blocks - self.have_blocks
 
     @property
     def resumed(self) -> bool:

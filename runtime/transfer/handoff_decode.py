@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -21,12 +20,12 @@ from runtime.engine.contract import (
     EngineControl,
     EngineEvent,
     EngineFailed,
-    EngineRequest,
     Produced,
+    SwapOut,
 )
 from runtime.errors import CapacityError, Leg, LegError, RequestError, TransferError
 from runtime.kv.buffer import CpuBuffer, Reservation
-from runtime.kv.swap import CopyLane
+from runtime.kv.swap import SwapLanes
 from runtime.link import LinkClosed
 from runtime.protocol import (
     Cancel,
@@ -45,14 +44,15 @@ from runtime.protocol import (
     PrefillFailed,
     Released,
     RequestId,
-    Served,
     Tokens,
 )
+from runtime.transfer.accounts import Accounts
 from runtime.transfer.admission import Admission, refusal
 from runtime.transfer.decode_request import DecodeRequest, DecodeSession, Landing
 from runtime.transfer.peer_table import PeerTable
 from runtime.transfer.reservations import Reservations, Waiter
 from runtime.transfer.swap_in import SwapIn
+from runtime.transfer.swap_out import SwapOuts
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class DecodeHandoff:
         config: WorkerConfig,
         engine: EngineControl,
         buffer: CpuBuffer,
-        lane: CopyLane,
+        lanes: SwapLanes,
         send: Callable[[Event], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -75,13 +75,16 @@ class DecodeHandoff:
         self._send = send
         self.reservations = Reservations(buffer, self._loop)
         self._buffer = buffer
-        self._swap = SwapIn(engine, buffer, lane, self._maybe_resume, self._on_copy_end)
+        self._swap = SwapIn(engine, buffer, lanes.swap_in, self._maybe_resume, self._on_copy_end)
+        self.accounts = Accounts(config.name, engine.layout.block_size)
+        self._swap_outs = SwapOuts(
+            engine, self.reservations, lanes.swap_out, self.accounts, self._release_engine
+        )
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._closing: set[DecodeRequest] = set()
         """Over for the front, with a copy that still runs."""
         self._admission = Admission(config, engine, buffer.num_blocks)
         self.peers = PeerTable((peer.name for peer in config.prefill_peers), send)
-        self.counters: defaultdict[str, float] = defaultdict(float)
 
     # ---- from the front -------------------------------------------------------------------------
 
@@ -106,7 +109,7 @@ class DecodeHandoff:
 
     def abort(self, request_id: RequestId) -> None:
         if request := self._requests.get(request_id):
-            self.counters["requests_aborted"] += 1
+            self.accounts.aborted()
             self._finish(request, (), "abort")
 
     def _load(self, session: DecodeSession) -> int:
@@ -116,7 +119,7 @@ class DecodeHandoff:
         _log.warning(
             "%s: failed (%d, %s): %s", failed.id, failed.status, failed.leg, failed.message
         )
-        self.counters["requests_failed"] += 1
+        self.accounts.failed()
         self._send(failed)
 
     # ---- reserve --------------------------------------------------------------------------------
@@ -125,19 +128,18 @@ class DecodeHandoff:
         """Blocks of the buffer for the prompt. With device blocks at once, when it could run soon,
         those that the prefix cache has need not come.
         """
-        if adopted := self._engine.adopt(self._engine_request(request), free):
-            request.submitted = True
-            request.adopted = adopted.blocks
-            request.have_blocks = adopted.cached
-        return request.num_blocks - request.have_blocks
+        request.adopted = self._engine.adopt(request.for_engine, free)
+        request.submitted = request.adopted is not None
+        return request.missing_blocks
 
     def _granted(self, request: DecodeRequest, reservation: Reservation) -> None:
         now = self._loop.time()
         request.waiter = None
-        device = request.adopted and request.adopted[request.have_blocks :]
+        adopted = request.adopted
+        device = adopted.blocks[adopted.cached :] if adopted else None
         request.landing = Landing(reservation, device)
         request.granted = now
-        self.counters["reserve_seconds"] += now - request.arrived
+        self.accounts.reserved(request)
         _cancel_timer(request.reserve_timer)
         session, message = request.session, request.message
         session.requests[reservation.nonce] = request
@@ -214,7 +216,7 @@ class DecodeHandoff:
             Tokens(
                 id=request.message.id,
                 tokens=(message.token,),
-                served=self._served(request),
+                served=self.accounts.served(request),
             )
         )
         self._adopt(request)
@@ -229,14 +231,14 @@ class DecodeHandoff:
             self._fail(request, text, message.status, message.leg, retry)
         elif isinstance(message, Released) or request.first is None:
             self._fail(request, f"{peer} gave the request back unasked", 502, "prefill")
-        elif message.nbytes != (expected := self._to_move(request) * self._layout.block_bytes):
+        elif message.nbytes != (expected := request.missing_blocks * self._layout.block_bytes):
             text = f"{peer} moved {message.nbytes} of {expected} bytes of KV"
             self._fail(request, text, 502, "transfer")
         else:
             request.ready = message
             request.ready_at = self._loop.time()
             # What is put by shm is here; tcp answers with what it has really received.
-            self._on_landed(request, self._to_move(request))
+            self._on_landed(request, request.missing_blocks)
 
     # ---- swap in --------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class DecodeHandoff:
         if request.submitted:
             return
         request.submitted = True
-        self._engine.submit(self._engine_request(request))
+        self._engine.submit(request.for_engine)
 
     def _on_landed(self, request: DecodeRequest, reported: int) -> None:
         landing = request.landing
@@ -270,22 +272,18 @@ class DecodeHandoff:
             self._fail(request, f"swap in: {error}", 502, "decode")
 
     def _maybe_resume(self, request: DecodeRequest) -> None:
-        if request.over or request.resumed:
+        if request.over or request.landing is None or not request.landing.done:
             return
-        if not request.all_landed or request.landing is None or not request.landing.done:
+        if request.away_since:
+            self._swap_outs.back(request)
+        if request.resumed or not request.all_landed:
             return
-        assert request.first is not None and request.ready is not None
+        assert request.first is not None
         request.resumed_at = self._loop.time()
         self._engine.resume(request.message.id, request.first.token)
         request.session.receiver.revoke(request.nonce)
         del request.session.requests[request.nonce]
-        self.counters["transfers"] += 1
-        self.counters[f"kv_bytes_{request.session.path}"] += request.ready.nbytes
-        self.counters["prompt_tokens"] += len(request.message.prompt)
-        self.counters["cached_tokens"] += request.have_blocks * self._layout.block_size
-        stages = self._served(request).stages
-        self.counters["transfer_seconds"] += stages["transfer"]
-        self.counters["swap_in_seconds"] += stages["swap_in"]
+        self.accounts.resumed(request)
 
     # ---- from the engine ------------------------------------------------------------------------
 
@@ -294,10 +292,10 @@ class DecodeHandoff:
         if request is None:
             return
         if isinstance(event, Adopted):
-            assert request.landing is not None
-            request.adopted = request.landing.device = event.blocks
-            self._swap.advance(request)
+            self._swap.place(request, event)
             self.reservations.pump()
+        elif isinstance(event, SwapOut):
+            self._swap_outs.start(request, event)
         elif isinstance(event, Produced):
             if event.finish is None:
                 self._send(Tokens(id=event.id, tokens=event.tokens))
@@ -323,8 +321,7 @@ class DecodeHandoff:
         leg: Leg = "transfer",
         retry_after_s: float | None = None,
     ) -> None:
-        if request.landing is not None and leg != "decode" and not request.resumed:
-            self.counters["transfer_failures"] += 1
+        self.accounts.hand_over_failed(request, leg)
         self._close(request, cancel_peer=True)
         self._send_failed(
             Failed(
@@ -345,7 +342,7 @@ class DecodeHandoff:
         *,
         cancel_peer: bool = True,
     ) -> None:
-        served = self._served(request)
+        served = self.accounts.served(request)
         self._close(request, cancel_peer=cancel_peer)
         self._send(Tokens(id=request.message.id, tokens=tokens, finish=finish, served=served))
 
@@ -378,18 +375,6 @@ class DecodeHandoff:
             request.submitted = False
             self._engine.drop(request.message.id)
 
-    def _engine_request(self, request: DecodeRequest) -> EngineRequest:
-        message = request.message
-        return EngineRequest(message.id, message.prompt, message.params, "decode")
-
-    def _to_move(self, request: DecodeRequest) -> int:
-        """Blocks that prefill is asked for."""
-        return request.num_blocks - request.have_blocks
-
-    def _served(self, request: DecodeRequest) -> Served:
-        now = self._loop.time()
-        return request.served(self._config.name, now, self._layout.block_size)
-
     def close(self) -> None:
         """The process ends: no timer fires and no event is sent after this."""
         for request in list(self._requests.values()):
@@ -411,7 +396,7 @@ class DecodeHandoff:
             buffer_blocks=self._buffer.used_blocks,
             reservations=self._buffer.reservations,
             quarantined_blocks=self._buffer.quarantined_blocks,
-            copies=self._swap.pending,
+            copies=self._swap.pending + self._swap_outs.pending,
         )
 
 

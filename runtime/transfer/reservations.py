@@ -83,6 +83,15 @@ class Reservations:
             return
         self.pump()
 
+    def take_spare(self, count: int) -> Reservation | None:
+        """Free blocks that nobody waits for, to be written by this process alone."""
+        if self._queue:
+            return None
+        reservation = self._buffer.reserve(self._next_nonce + 1, count)
+        if reservation:
+            self._next_nonce += 1
+        return reservation
+
     def pump(self) -> None:
         """Serve who can be served; called when blocks of the buffer or of the device came free."""
         while self._queue:

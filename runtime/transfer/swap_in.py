@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from runtime.engine.contract import EngineControl
+from runtime.engine.contract import Adopted, EngineControl
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer
 from runtime.kv.swap import Copy, CopyLane, copy_region, split_blocks
@@ -38,6 +38,16 @@ class SwapIn:
     @property
     def pending(self) -> int:
         return self._lane.pending
+
+    def place(self, request: DecodeRequest, adopted: Adopted) -> None:
+        """It has device blocks for all that lands; the first `cached` need no copy."""
+        landing = request.landing
+        assert landing is not None
+        landing.device = adopted.blocks
+        if adopted.cached:
+            landing.queued = adopted.cached
+            self._copied(request, landing, adopted.cached)
+        self.advance(request)
 
     def advance(self, request: DecodeRequest) -> None:
         """Copy what has landed and has a place to go; copies of one request follow each other."""
