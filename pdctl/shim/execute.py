@@ -76,9 +76,10 @@ def _relay(process: subprocess.Popen[bytes]) -> bool:
     names = {process.stdout.fileno(): "out", process.stderr.fileno(): "err"}
     said_at = time.monotonic()
     ended = False
-    while names:
+    while True:
         # After its end only what is in the pipes already: a child of it may hold them open.
-        readable, _, _ = select.select([0, *names], [], [], 0.0 if ended else 0.2)
+        wait = 0.0 if ended else 0.2 if names else 0.02
+        readable, _, _ = select.select([0, *names], [], [], wait)
         if 0 in readable and not os.read(0, 1):
             return False
         for stream in [s for s in readable if s != 0]:
@@ -91,12 +92,11 @@ def _relay(process: subprocess.Popen[bytes]) -> bool:
                 del names[stream]
         if not readable:
             if ended:
-                break
+                return True
             ended = _ended(process)
         if time.monotonic() - said_at >= ALIVE_S:
             print("{}", flush=True)
             said_at = time.monotonic()
-    return True
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
