@@ -29,6 +29,7 @@ from pdctl.cli_edge import (
     where,
 )
 from pdctl.cli_files import init, model_app, validate
+from pdctl.cli_hosts import sync
 from pdctl.cli_look import audit, exec_command, lock_app, logs, status
 from pdctl.errors import (
     EXIT_DEGRADED,
@@ -232,6 +233,7 @@ def ask(
         typer.echo(line, err=True)
 
 
+app.command("sync")(sync)
 app.command("status")(status)
 app.command("logs")(logs)
 app.command("audit")(audit)

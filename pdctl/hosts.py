@@ -13,14 +13,18 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from pdctl.errors import HostCommandError, StateError
 from pdctl.shim.procs import MARKER
 
 UNPACK_S = 30.0
+PIECE_BYTES = 1 << 18
+"""Of a file on its way to a host."""
+STALL_S = 60.0
+"""How long a program may take to accept the next piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,9 @@ class Host(Protocol):
 
         There already: nothing is done. Raises StateError.
         """
+
+    def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
+        """Run to the end with the rest of `source` as stdin; `sent` hears of its bytes."""
 
     def channel(self, argv: Sequence[str]) -> Channel: ...
 
@@ -162,6 +169,19 @@ class LocalHost:
 
     def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
         unpack(self, folder, files)
+
+    def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
+        with self._spawn(argv) as process:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it ended early; its exit tells why
+                while piece := source.read(PIECE_BYTES):
+                    process.stdin.write(piece)
+                    sent(len(piece))
+                process.stdin.flush()
+            out, err = process.communicate()
+        return Result(
+            process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+        )
 
     def channel(self, argv: Sequence[str]) -> LocalChannel:
         return LocalChannel(self.name, self._spawn(argv))

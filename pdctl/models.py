@@ -7,6 +7,7 @@ topologies, and does not look into weights beyond what tells a model from anothe
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import sys
@@ -109,10 +110,10 @@ def resolve(model: str, base_dir: Path) -> ResolvedModel:
                 f"model {model} is not on this machine", hint=f"pdctl model pull {model}"
             )
         return ResolvedModel(known.file.place(folder), model)
-    path = (base_dir / Path(model).expanduser()).resolve()
+    path = _local_path(model, base_dir)
     if path.exists():
         return _local(model, path)
-    if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
+    if _is_hub_id(model):
         return _from_hub(model)
     if "/" in model or model.endswith(".gguf"):
         raise ModelNotFound(
@@ -175,6 +176,69 @@ def _from_hub(model: str) -> ResolvedModel:
             hint="check the id and the connection, or give a local path",
         ) from e
     return ResolvedModel(_local(model, Path(folder)).path, model)
+
+
+# ---- on other hosts ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HostFile:
+    """One file of a model, and where it goes in a host's model cache."""
+
+    source: Path
+    place: str
+    """Starts with `{models}/`."""
+    sha256: str = ""
+    """Empty: not known yet."""
+
+
+def host_places(model: str, base_dir: Path) -> tuple[str, ...]:
+    """Where a host may have the model, best first. `{models}` and `{hub}` are caches there."""
+    if (known := KNOWN.get(model)) is not None:
+        return (f"{{models}}/{model}/{known.file.place(Path()).name}",)
+    path = _local_path(model, base_dir)
+    if path.exists() or not _is_hub_id(model):
+        return (str(path), _synced_place(path))
+    owner, _, name = model.partition("/")
+    return (
+        f"{{models}}/hub/{owner}--{name}",
+        f"{{hub}}/models--{owner}--{name}/snapshots/*",
+    )
+
+
+def host_files(model: str, base_dir: Path) -> list[HostFile]:
+    """What `sync` sends so that `host_places` finds it; the file that completes it comes last."""
+    found = resolve(model, base_dir)
+    if (known := KNOWN.get(model)) is not None:
+        return [HostFile(found.path, host_places(model, base_dir)[0], known.file.sha256)]
+    path = _local_path(model, base_dir)
+    place = _synced_place(path) if path.exists() else host_places(model, base_dir)[0]
+    if found.path.is_file():
+        return [HostFile(found.path, place)]
+    names = {p.name for pattern in _HUB_FILES for p in found.path.glob(pattern) if p.is_file()}
+    last = "config.json"
+    return [HostFile(found.path / n, f"{place}/{n}") for n in [*sorted(names - {last}), last]]
+
+
+def served_name(model: str) -> str:
+    """What clients call it, without looking for it."""
+    if model in KNOWN or _is_hub_id(model):
+        return model
+    return Path(model).stem if model.endswith(".gguf") else Path(model).name
+
+
+def _local_path(model: str, base_dir: Path) -> Path:
+    return (base_dir / Path(model).expanduser()).resolve()
+
+
+def _is_hub_id(model: str) -> bool:
+    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+
+
+def _synced_place(path: Path) -> str:
+    """Two models of one name do not meet: the path here is part of the place there."""
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return f"{{models}}/local/{digest}/{path.name}"
 
 
 class StderrProgress:

@@ -1,4 +1,4 @@
-"""Checks before anything starts: ports, shared memory, files, secrets. All problems at once.
+"""Checks before anything starts: ports, memory, files, versions, secrets. All problems at once.
 
 Pure but for reading our own environment; the facts come from each host's shim (`probe`).
 """
@@ -9,9 +9,11 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from pdctl import __version__
 from pdctl.errors import PdctlError, UsageError
 from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
+from pdctl.shim.store import CODE
 from pdctl.sizes import format_size
 
 
@@ -31,10 +33,14 @@ def secret_values(services: Iterable[ServiceSpec]) -> dict[str, str]:
     return {name: os.environ[name] for name in users}
 
 
-def probe_request(services: Sequence[ServiceSpec], paths: Collection[str]) -> dict[str, Any]:
-    """What to ask the shim of the host on which `services` are to start."""
+def probe_request(services: Sequence[ServiceSpec], models: Collection[str]) -> dict[str, Any]:
+    """What to ask the shim of the host on which `services` are to start.
+
+    `models`: the places where it may have the model.
+    """
     ports = [[port, s.bind] for s in services for port in s.ports.values()]
-    return {"ports": ports, "paths": sorted({*paths, *(s.argv[0] for s in services)})}
+    pythons = sorted({s.argv[0] for s in services})
+    return {"ports": ports, "models": list(models), "pythons": pythons}
 
 
 def check_host(
@@ -64,6 +70,45 @@ def check_host(
             f"/dev/shm has {format_size(room)} free of {format_size(facts['shm']['total'])}"
         )
     return problems
+
+
+def check_versions(
+    host: str, facts: Mapping[str, Any], starting: Sequence[ServiceSpec], code: str
+) -> list[str]:
+    """What is wrong with the interpreters there; `code` is the fingerprint of our own runtime."""
+    compute = {s.argv[0] for s in starting if s.role != "router"}
+    problems = []
+    for python, found in facts["versions"].items():
+        synced = f"/{CODE}/" in python
+        own = f"install pdctl {__version__} for it, or leave out `python:` and run `pdctl sync`"
+        fix = "run `pdctl sync`" if synced else own
+        ours = f"{__version__} (code {code})"
+        if found.get("error") == "does not exist" and synced:
+            problems.append(f"{host}: has no runtime yet, this pdctl is {ours}: {fix}")
+        elif "error" in found:
+            problems.append(f"{host}: {python} {found['error']}: {fix}")
+        elif not found["code"]:
+            problems.append(f"{host}: {python} has no runtime, this pdctl is {ours}: {fix}")
+        elif found["code"] != code:
+            theirs = f"{found['runtime'] or 'unknown'} (code {found['code']})"
+            problems.append(f"{host}: its runtime is {theirs}, this pdctl is {ours}: {fix}")
+        elif python in compute and found["native"]:
+            problems.append(f"{host}: runtime._native cannot be loaded ({found['native']}): {fix}")
+    return problems
+
+
+def differing_versions(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Host -> what `versions.report` told there. A line for each package that is not alike."""
+    notes = []
+    for key in ("python", "torch"):
+        users: dict[str, list[str]] = {}
+        for host, found in sorted(hosts.items()):
+            if found.get(key):
+                users.setdefault(found[key], []).append(host)
+        if len(users) > 1:
+            each = ", ".join(f"{v} on {' and '.join(names)}" for v, names in users.items())
+            notes.append(f"{key} differs between hosts: {each}")
+    return notes
 
 
 def describe_port(port: Mapping[str, Any]) -> str:

@@ -121,7 +121,7 @@ class Host(Section):
     bind: AddressText | None = None
     """What its services listen on; the advertised address when left out."""
     python: str | None = None
-    """Interpreter with pdctl[runtime] installed; the running one when left out."""
+    """Interpreter with pdctl[runtime]. Left out: what `pdctl sync` put there; here, our own."""
 
     @model_validator(mode="before")
     @classmethod

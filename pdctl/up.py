@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pdctl import command, models, preflight, state, topology
+from pdctl import command, models, preflight, state, topology, wheels
 from pdctl.agent import shim_call
 from pdctl.errors import ServiceFailed
 from pdctl.events import Event, Report
@@ -29,6 +29,8 @@ from pdctl.plan import Plan, allocate_ports, make_plan
 from pdctl.records import ServiceRecord
 
 LOCK_WAIT_S = 3.0
+UNSYNCED_PYTHON = ".code/current/venv/bin/python"
+"""Named by a plan for a host on which nothing was synced yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ def plan_up(path: Path, report: Report) -> Plan:
     with located(None, Where(file=path)) as found:
         if found.unreachable:
             raise next(iter(found.unreachable.values()))
-        probes = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", {})))
+        ask = {"models": wanted.places}
+        probes = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", ask)))
         return _plan(wanted, found.hosts, found.records, dict(probes))
 
 
@@ -85,10 +88,12 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
         for error in lost.values():
             report(Event("note", str(error)))
         records = fleet.observe()
-        probes = dict(fleet.on_sessions(lambda s: s.call("probe", {})))
+        ask = {"models": wanted.places}
+        probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
         plan = _plan(wanted, fleet.hosts, records, probes)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
-        _check(wanted, fleet, plan, records)
+        for note in _check(wanted, fleet, plan, records):
+            report(Event("note", note))
         register(fleet, wanted.known)
         _remember(wanted, report)
         launch = Launch(fleet, plan, values, report)
@@ -126,7 +131,10 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
 class Wanted:
     topology: topology.Topology
     path: Path
-    model: models.ResolvedModel
+    model: models.ResolvedModel | None
+    """On this machine; None when no instance is to run here."""
+    places: tuple[str, ...]
+    """Where other hosts may have it."""
     known: state.KnownDeployment
     """With its hosts, and those an earlier `up` used: what is left there is removed."""
 
@@ -136,8 +144,11 @@ def _read(path: Path, report: Report) -> Wanted:
     for warning in loaded.warnings:
         report(Event("note", warning))
     t = loaded.topology
-    model = models.resolve(t.model, path.resolve().parent)
-    return Wanted(t, path, model, whereabouts(None, Where(file=path)))
+    folder = path.resolve().parent
+    here = any(t.hosts[i.host].local for i in t.instances())
+    model = models.resolve(t.model, folder) if here else None
+    places = models.host_places(t.model, folder)
+    return Wanted(t, path, model, places, whereabouts(None, Where(file=path)))
 
 
 def _plan(
@@ -148,13 +159,7 @@ def _plan(
 ) -> Plan:
     t = wanted.topology
     facts = {
-        key: command.HostFacts(
-            python=t.hosts[key].python or sys.executable,
-            home=hosts[key].base,
-            model_path=str(wanted.model.path),
-            model_name=wanted.model.served_name,
-        )
-        for key in t.used_hosts()
+        key: _facts(wanted, key, hosts[key], probes[hosts[key].name]) for key in t.used_hosts()
     }
     observed = [r.observed() for r in records]
     busy = {key: probes[host.name]["listening"] for key, host in hosts.items()}
@@ -162,19 +167,48 @@ def _plan(
     return make_plan(t.name, services, observed)
 
 
-def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRecord]) -> None:
-    """Per machine: several keys may share its ports and memory."""
+def _facts(wanted: Wanted, key: str, host: Host, probe: Mapping[str, Any]) -> command.HostFacts:
+    """Elsewhere the runtime is the one that `sync` put there, unless the topology names another."""
+    entry, name = wanted.topology.hosts[key], models.served_name(wanted.topology.model)
+    synced = probe["code"]["python"] if probe["code"] else f"{host.base}/{UNSYNCED_PYTHON}"
+    return command.HostFacts(
+        python=entry.python or (sys.executable if entry.local else synced),
+        home=host.base,
+        model_path=_model_path(wanted, host, probe) or wanted.places[0],
+        model_name=wanted.model.served_name if wanted.model else name,
+    )
+
+
+def _model_path(wanted: Wanted, host: Host, probe: Mapping[str, Any]) -> str:
+    """Where the host has the model; empty when it has not."""
+    here = str(wanted.model.path) if wanted.model is not None else ""
+    return here if host.is_local else str(probe["model"])
+
+
+def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRecord]) -> list[str]:
+    """Per machine: several keys may share its ports and memory. Returns what is only odd."""
     starting = [s.service for s in plan.of("start", "replace")]
     ending = {s.service.name for s in plan.of("replace", "remove")}
     problems: list[str] = []
+    versions: dict[str, Mapping[str, Any]] = {}
     for session in fleet.sessions:
-        keys = {key for key, host in fleet.hosts.items() if host is session.host}
+        host = session.host
+        keys = {key for key, other in fleet.hosts.items() if other is host}
         here = [s for s in starting if s.host in keys]
-        paths = {str(wanted.model.path)} if any(s.role != "router" for s in here) else set[str]()
-        facts = session.call("probe", preflight.probe_request(here, paths))
+        computes = any(s.role != "router" for s in here)
+        request = preflight.probe_request(here, wanted.places if computes else ())
+        if host.is_local and computes and wanted.model is not None:
+            request["paths"] = [str(wanted.model.path)]
+        facts = session.call("probe", request)
+        if computes and not _model_path(wanted, host, facts):
+            fix = f"run `pdctl sync {wanted.path} --model`"
+            problems.append(f"{host.name}: model {wanted.topology.model} is not there: {fix}")
         leaving = [r for r in records if r.host in keys and r.name in ending]
-        problems += preflight.check_host(session.host.name, facts, here, leaving)
+        problems += preflight.check_versions(host.name, facts, here, wheels.runtime_code())
+        problems += preflight.check_host(host.name, facts, here, leaving)
+        versions.update((host.name, v) for v in facts["versions"].values())
     preflight.raise_problems(problems)
+    return preflight.differing_versions(versions)
 
 
 def _remember(wanted: Wanted, report: Report) -> None:

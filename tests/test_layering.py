@@ -21,17 +21,17 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
         "__init__ errors events services shim sizes yaml_marks",
-        "topology_schema topology_checks topology wheelfile models state init ask",
+        "topology_schema topology_checks topology wheelfile models wheels lockfile state init ask",
         "plan command",
         "hosts ssh records",
         "agent health preflight",
-        "fleet",
+        "fleet sending",
         "find",
         "audit execute launch locks logs",
-        "up down status",
+        "up down status sync sync_host",
         "ops output documents",
         "bench",
-        "cli_edge cli_files cli_look cli",
+        "cli_edge cli_files cli_hosts cli_look cli",
         "__main__",
     )
 )

@@ -26,6 +26,8 @@ def changes(what: str, answer: dict[str, Any]) -> list[tuple[str, str]]:
         return [(s["service"], _stopped(s)) for s in answer["services"] if s["pids"]]
     if what == "purge":
         return [(name, "records removed") for name in answer["purged"]]
+    if what == "install":
+        return [("", f"code {answer['id']} is current")]
     if what == "break" and answer["broken"]:
         return [("", f"broke the lock of {answer['holder']['text']}")]
     return []

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import audit, control, deployment, execute, lock, logs, look, probe
+from . import audit, control, deployment, execute, lock, logs, look, probe, provision, store
 from .files import Refused, base_of
 from .supervise import Supervisor
 
@@ -23,6 +23,7 @@ READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "status": look.status,
     "token": look.token,
     "probe": probe.probe,
+    "code": provision.look,
     "tail": logs.tails,
     "audit": audit.entries,
 }
@@ -31,6 +32,9 @@ CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "start": control.start,
     "stop": control.stop,
     "purge": control.purge,
+    "offer": store.offer,
+    "accept": store.accept,
+    "install": provision.install,
 }
 STREAMS: dict[str, Callable[[], None]] = {"follow": logs.follow, "exec": execute.execute}
 

@@ -1,4 +1,4 @@
-"""What a host has room for: ports, shared memory, files. Changes nothing.
+"""What a host has room for: ports, shared memory, files, interpreters. Changes nothing.
 
 Finds who holds a port as far as /proc shows it, and whether that is a service of pdctl.
 """
@@ -6,28 +6,50 @@ Finds who holds a port as far as /proc shows it, and whether that is a service o
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import pwd
 import socket
 from typing import Any
 
+from . import provision, versions
 from .procs import marker_of
+from .store import model_cache
 
 SHM = "/dev/shm"
 
 
 def probe(base: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Answers for the wanted `ports` ([port, address]), `paths` and the state directory."""
+    """Answers for the wanted `ports` ([port, address]), `paths`, `pythons` (interpreters) and the
+    state directory. `models`: places where a model may be, of which the first that is there counts.
+    """
+    place = model(request.get("models", []))
+    paths = [*request.get("paths", []), *filter(None, [place])]
     return {
         "ports": [port(base, int(number), bind) for number, bind in request.get("ports", [])],
         "listening": sorted({number for _, number in _listeners()}),
         "shm": shm_room(),
-        "missing": [p for p in request.get("paths", []) if not os.path.exists(p)],
-        "unreadable": [
-            p for p in request.get("paths", []) if os.path.exists(p) and not os.access(p, os.R_OK)
-        ],
+        "missing": [p for p in paths if not os.path.exists(p)],
+        "unreadable": [p for p in paths if os.path.exists(p) and not os.access(p, os.R_OK)],
         "unwritable": unwritable(base),
+        "code": provision.current(base),
+        "versions": {p: versions.ask(p) for p in request.get("pythons", [])},
+        "model": place,
     }
+
+
+def model(places: list[str]) -> str:
+    """The first of the places that exists. `{models}` and `{hub}` are caches; `*` is any name."""
+    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(
+        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"
+    )
+    for place in places:
+        path = place.replace("{models}", model_cache()).replace("{hub}", hub)
+        for found in sorted(glob.glob(path)) if "*" in place else [path]:
+            # A folder is whole when it has its configuration: `sync` sends that last.
+            if os.path.isfile(found) or os.path.isfile(os.path.join(found, "config.json")):
+                return found
+    return ""
 
 
 def port(base: str, number: int, bind: str) -> dict[str, Any]:

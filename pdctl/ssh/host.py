@@ -12,11 +12,11 @@ import select
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 from pdctl.errors import HostCommandError, HostUnreachable
-from pdctl.hosts import Channel, Result, unpack
+from pdctl.hosts import PIECE_BYTES, STALL_S, Channel, Result, unpack
 from pdctl.ssh.config import CONNECT_TIMEOUT_S, StepFailed
 from pdctl.ssh.connect import Routes
 
@@ -95,6 +95,19 @@ class SshHost:
 
     def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
         unpack(self, folder, files)
+
+    def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
+        channel = self._open(argv)
+        with contextlib.closing(channel), self._translated():
+            channel.settimeout(STALL_S)
+            try:
+                while piece := source.read(PIECE_BYTES):
+                    channel.sendall(piece)
+                    sent(len(piece))
+            except OSError:
+                if not channel.closed or not channel.transport.is_active():
+                    raise  # else it ended early, and its exit tells why
+            return self._communicate(channel, b"", argv[0], STALL_S)
 
     def channel(self, argv: Sequence[str]) -> Channel:
         return SshChannel(self.name, self._open(argv))

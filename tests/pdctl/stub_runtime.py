@@ -156,6 +156,8 @@ def register(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    if "--config" not in sys.argv:  # asked for its versions: as the interpreter it stands in for
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     with open(sys.argv[sys.argv.index("--config") + 1]) as f:
         config = json.load(f)
     print(f"stub {config['name']} starts", flush=True)

@@ -1,0 +1,86 @@
+"""Which runtime an interpreter would run. `ask` gives this file to that interpreter on its stdin.
+
+pdctl computes `fingerprint` of its own runtime with the same code, so equal text means equal code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+from typing import Any
+
+DISTRIBUTIONS = ("pdctl-runtime", "pdctl")
+TIMEOUT_S = 30.0
+
+
+def ask(python: str) -> dict[str, Any]:
+    """`report` of that interpreter, or {"error": why there is no answer}."""
+    with open(__file__) as f:
+        source = f.read()
+    try:
+        done = subprocess.run(
+            [python, "-"], input=source, capture_output=True, text=True, cwd="/", timeout=TIMEOUT_S
+        )
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+    except FileNotFoundError:
+        return {"error": "does not exist"}
+    except subprocess.TimeoutExpired:
+        return {"error": f"does not answer within {TIMEOUT_S:.0f} s"}
+    except OSError as e:
+        return {"error": e.strerror or str(e)}
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"error": f"is no working Python: {last}"}
+
+
+def fingerprint(folder: str) -> str:
+    """Of all Python files below, by path and content: 12 hex digits."""
+    digest = hashlib.sha256()
+    for parent, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                path = os.path.join(parent, name)
+                digest.update(os.path.relpath(path, folder).encode() + b"\0")
+                with open(path, "rb") as f:
+                    digest.update(hashlib.sha256(f.read()).digest())
+    return digest.hexdigest()[:12]
+
+
+def version_of(*names: str) -> str:
+    """Of the first of these distributions that is installed; empty when none is."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def report() -> dict[str, Any]:
+    """`code` is empty without a runtime, `native` says why the extension cannot be loaded."""
+    found = importlib.util.find_spec("runtime")
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    answer = {
+        "python": platform.python_version(),
+        "runtime": version_of(*DISTRIBUTIONS),
+        "code": fingerprint(folders[0]) if folders else "",
+        "torch": version_of("torch"),
+        "native": "",
+    }
+    if folders:
+        try:
+            importlib.import_module("runtime._native")
+        except ImportError as e:
+            answer["native"] = str(e)
+    return answer
+
+
+if __name__ == "__main__":
+    print(json.dumps(report()))

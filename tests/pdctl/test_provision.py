@@ -1,0 +1,152 @@
+"""What becomes of synced code on a host, what decides which wheels fit, and versions compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervision import Home, Lab
+
+from pdctl import models, preflight, wheels
+from pdctl.errors import HostCommandError
+from pdctl.services import ServiceSpec
+from pdctl.shim import provision, store, versions
+from pdctl.wheels import Target
+
+
+def make(base: Path, number: int, environment: int) -> str:
+    name = f"{number:016x}"
+    for path, record in (
+        (base / ".code" / name, {"environment": f"{environment:016x}"}),
+        (base / ".code" / "env" / f"{environment:016x}", {}),
+    ):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "complete.json").write_text(json.dumps(record))
+    return name
+
+
+def test_prune_keeps_current_previous_and_what_a_service_runs_from(lab: Lab) -> None:
+    base = lab.home.base
+    names = [make(base, n, 100 + n // 2) for n in range(6)]
+    root = str(base / ".code")
+    provision._switch(root, names[4])
+    provision._switch(root, names[5])
+    python = base / ".code" / names[1] / "python"
+    python.symlink_to("/bin/sleep")
+    lab.start(replace(lab.spec("x"), argv=(str(python), "600")))
+    assert sorted(provision.prune(str(base))) == [names[0], names[2], names[3]]
+    environments = sorted(p.name for p in (base / ".code" / "env").iterdir())
+    assert environments == [f"{n:016x}" for n in (100, 102)]
+    lab.stop()
+    lab.call("purge", {"deployment": "demo"})
+    assert provision.prune(str(base)) == [names[1]]
+    assert os.readlink(base / ".code" / "previous") == names[4]
+
+
+def test_current_is_only_what_is_complete(home: Home) -> None:
+    assert provision.current(str(home.base)) is None
+    name = make(home.base, 7, 8)
+    provision._switch(str(home.base / ".code"), name)
+    known = provision.current(str(home.base))
+    assert known == {"id": name, "python": f"{home.base}/.code/{name}/venv/bin/python"}
+    (home.base / ".code" / name / "complete.json").unlink()
+    assert provision.current(str(home.base)) is None
+
+
+def test_a_file_is_named_only_with_the_right_hash(lab: Lab, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    wanted = {"path": str(target), "sha256": store.sha256_of(__file__), "size": 10}
+    Path(f"{target}.part").write_bytes(b"0123456789")
+    offer = lab.call("offer", {"deployment": "code.sync", "files": [wanted]})["files"][0]
+    assert (offer["have"], offer["begun"]) == (False, 10)
+    with pytest.raises(HostCommandError, match="its sha256 is"):
+        lab.call("accept", {"deployment": "code.sync", **wanted})
+    assert list(tmp_path.glob("model*")) == []
+
+
+def test_places_of_a_model_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    from pdctl.shim import probe
+
+    alias = models.host_places("smollm2-135m", tmp_path)
+    assert probe.model(list(alias)) == ""
+    place = cache / "pdctl" / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    place.parent.mkdir(parents=True)
+    place.touch()
+    assert probe.model(list(alias)) == str(place)
+    (tmp_path / "Qwen").mkdir()
+    for name in ("config.json", "a.safetensors", "notes.md"):
+        (tmp_path / "Qwen" / name).touch()
+    files = models.host_files("./Qwen", tmp_path)
+    assert [f.source.name for f in files] == ["a.safetensors", "config.json"]
+    folder = models.host_places("./Qwen", tmp_path)[1]
+    assert [f.place for f in files] == [f"{folder}/a.safetensors", f"{folder}/config.json"]
+    hub = probe.model([folder])
+    assert hub == ""
+
+
+def test_our_wheel_is_the_same_each_time_and_reads_as_ours(tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    first = wheels.runtime_wheel(tmp_path, native=True)
+    second = wheels.runtime_wheel(tmp_path / "again", native=True)
+    assert first.name == second.name and first.read_bytes() == second.read_bytes()
+    with zipfile.ZipFile(first) as z:
+        z.extractall(tmp_path / "site")
+    assert versions.fingerprint(str(tmp_path / "site" / "runtime")) == wheels.runtime_code()
+    assert wheels.runtime_wheel(tmp_path, native=False).name.endswith("-py3-none-any.whl")
+
+
+def test_where_our_extension_fits() -> None:
+    here = wheels.here()
+    assert wheels.native_fits(here)
+    assert wheels.native_fits(replace(here, libc=(here.libc[0], here.libc[1] + 1)))
+    assert not wheels.native_fits(replace(here, libc=(here.libc[0], here.libc[1] - 1)))
+    assert not wheels.native_fits(replace(here, machine="riscv64"))
+    assert not wheels.native_fits(replace(here, version=(3, 99)))
+
+
+def test_requirements_of_extras() -> None:
+    router, runtime = wheels.requirements(["router"]), wheels.requirements(["runtime"])
+    assert set(router) < set(runtime) and not any("torch" in r for r in router)
+    assert any(r.startswith("torch") for r in runtime)
+    assert not any(r.startswith("pdctl") for r in runtime)
+    target = Target("/p", (3, 12), "aarch64", (2, 34))
+    assert target.platforms[0] == "manylinux_2_34_aarch64"
+    assert "manylinux_2_35_aarch64" not in target.platforms
+    assert target.platforms[-1] == "linux_aarch64"
+    assert replace(target, libc=(0, 0)).platforms == ("linux_aarch64",)
+
+
+SYNCED = "/home/u/.pdctl/.code/0123456789abcdef/venv/bin/python"
+GOOD = {"python": "3.11.7", "runtime": "0.1.0", "code": "aa", "torch": "2.6", "native": ""}
+
+
+@pytest.mark.parametrize(
+    ("python", "found", "words"),
+    [
+        (SYNCED, GOOD, []),
+        (SYNCED, {"error": "does not exist"}, ["no runtime yet", "(code aa)", "run `pdctl sync`"]),
+        (SYNCED, GOOD | {"code": "bb"}, ["0.1.0 (code bb)", "0.1.0 (code aa)", "`pdctl sync`"]),
+        ("/opt/p", GOOD | {"code": ""}, ["/opt/p has no runtime", "install pdctl 0.1.0"]),
+        ("/opt/p", {"error": "Permission denied"}, ["/opt/p Permission denied"]),
+        (SYNCED, GOOD | {"native": "no GLIBC_9"}, ["runtime._native", "no GLIBC_9"]),
+    ],
+)
+def test_versions_are_named(python: str, found: dict[str, Any], words: list[str]) -> None:
+    service = ServiceSpec("demo", "decode-0", "decode", "gpu-a", argv=(python, "-m", "runtime"))
+    problems = preflight.check_versions("gpu-a", {"versions": {python: found}}, [service], "aa")
+    assert len(problems) == (1 if words else 0)
+    assert all(w in problems[0] and problems[0].startswith("gpu-a: ") for w in words)
+
+
+def test_what_differs_between_hosts_is_named() -> None:
+    other = GOOD | {"torch": "2.7"}
+    notes = preflight.differing_versions({"a": GOOD, "b": other, "c": GOOD, "r": {"torch": ""}})
+    assert notes == ["torch differs between hosts: 2.6 on a and c, 2.7 on b"]
+    assert preflight.differing_versions({"a": GOOD, "c": GOOD}) == []
