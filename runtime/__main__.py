@@ -1,4 +1,4 @@
-"""`python -m runtime router|worker|core`: one process of a deployment, from one config file.
+"""`python -m runtime router|worker|core|rank`: one process of a deployment, from one config file.
 
 Owns the command line and the one-line answer to a start that cannot work. Each process imports only
 its own part.
@@ -16,11 +16,16 @@ from runtime.errors import RuntimeFailure
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m runtime")
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind in ("router", "worker", "core"):
+    for kind in ("router", "worker", "core", "rank"):
         sub = kinds.add_parser(kind)
         sub.add_argument("--config", type=Path, required=True, metavar="FILE")
         if kind == "core":
             sub.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
+        if kind == "rank":
+            sub.add_argument("--rank", type=int, required=True)
+            sub.add_argument("--fd", type=int, required=True, help="inherited socket to rank 0")
+            sub.add_argument("--meeting", type=int, required=True, help="inherited memory file")
+            sub.add_argument("--pool", type=int, required=True, help="inherited memory file")
     return parser.parse_args(argv)
 
 
@@ -36,6 +41,10 @@ def _run(args: argparse.Namespace) -> int:
     from runtime.native import require
 
     require()
+    if args.kind == "rank":
+        from runtime.engine.follower import Inherited, run_follower
+
+        return run_follower(args.config, args.rank, Inherited(args.fd, args.meeting, args.pool))
     from runtime.engine.process import run_core
 
     return run_core(args.config, args.fd)
@@ -47,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         return _run(args)
     except RuntimeFailure as e:
         hint = f" ({e.hint})" if e.hint else ""
-        print(f"{args.kind}: {e}{hint}", file=sys.stderr)
+        who = f"rank {args.rank}" if args.kind == "rank" else args.kind
+        print(f"{who}: {e}{hint}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as e:
         if (e.name or "runtime").partition(".")[0] == "runtime":

@@ -4,6 +4,7 @@ meets them.
 RuntimeFailure
 ├── ConfigError          the JSON config, the token file or the model folder is wrong: start fails
 │   └── ModelError       the model's files are missing, truncated or of an unsupported kind
+├── RankError            a rank of a tensor-parallel instance is lost: the whole instance ends
 ├── RequestError         the client's fault: answered 400 (404 for an unknown model)
 ├── CapacityError        no room now, try again: answered 503 with Retry-After
 ├── LegError             one leg of a prefill-decode pair failed: answered 502, or 504 on a deadline
@@ -31,6 +32,10 @@ class ConfigError(RuntimeFailure):
 
 class ModelError(ConfigError):
     """The model's files are missing, truncated, or of a kind this runtime does not serve."""
+
+
+class RankError(RuntimeFailure):
+    """The ranks of an instance can no longer compute together."""
 
 
 class RequestError(RuntimeFailure):

@@ -1,4 +1,4 @@
-"""Framed, typed message streams over a connected socket, for asyncio.
+"""Framed, typed message streams over a connected socket, for asyncio and for a thread.
 
 Owns the frame format and the mutual proof of the deployment's token. Knows no message's meaning.
 A closed or broken stream surfaces at once as LinkClosed: a peer's death is an event, not a timeout.
@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+import socket
 import struct
 from typing import Any, Generic, TypeVar
 
@@ -72,6 +73,49 @@ class Link(Generic[M]):
 
     def close(self) -> None:
         self._writer.close()
+
+
+class BlockingLink(Generic[M]):
+    """The same frames over a blocking socket, for a thread that has nothing else to do."""
+
+    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+        self._socket = sock
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(incoming)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Of sending and receiving; without it there is none."""
+        self._socket.settimeout(seconds)
+
+    def send(self, message: msgspec.Struct) -> None:
+        payload = self._encoder.encode(message)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+        except OSError as e:
+            raise LinkClosed(str(e) or "connection lost") from e
+
+    def receive(self) -> M:
+        """The next message. Raises LinkClosed at the end of the stream or on bytes that do not
+        decode."""
+        try:
+            (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            if size > MAX_FRAME:
+                raise LinkClosed(f"a frame of {size} bytes is over the limit of {MAX_FRAME}")
+            return self._decoder.decode(self._read(size))
+        except OSError as e:
+            raise LinkClosed(str(e) or "connection lost") from e
+        except msgspec.MsgspecError as e:
+            raise LinkClosed(f"not a message of this protocol: {e}") from e
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view, at = memoryview(data), 0
+        while at < size:
+            got = self._socket.recv_into(view[at:])
+            if not got:
+                raise LinkClosed("the other side closed the connection")
+            at += got
+        return data
 
 
 def _proof(token: bytes, side: bytes, client: bytes, server: bytes) -> bytes:

@@ -355,7 +355,9 @@ class FakeEngine:
 def main() -> int:
     """`fake_engine.py core --config F --fd N`, as `python -m runtime core`, with this engine."""
 
-    def engine(config: WorkerConfig, emit: Callable[[EngineEvent], None]) -> FakeEngine:
+    def engine(
+        config: WorkerConfig, emit: Callable[[EngineEvent], None], ranks: None
+    ) -> FakeEngine:
         fake = FakeEngine(config, emit, step_s=float(os.environ.get("FAKE_STEP_S", "0")))
         fake.pause(*os.environ.get("FAKE_PAUSED", "").split())
         return fake

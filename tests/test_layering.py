@@ -39,7 +39,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
 # What each part of the runtime may import of the runtime, itself aside.
 _BASE = {"config", "errors", "link", "protocol"}
 RUNTIME_MAY: dict[str, set[str]] = {
-    "__main__": _BASE | {"front", "router", "engine.process", "native"},
+    "__main__": _BASE | {"front", "router", "engine.process", "engine.follower", "native"},
     "config": {"errors"},
     "engine": _BASE | {"kv", "models", "transfer", "_native", "native"},
     "errors": set(),

@@ -25,15 +25,17 @@ from runtime.engine.contract import (
     EngineStats,
     Produced,
 )
-from runtime.engine.runner import Runner
+from runtime.engine.group import Group
+from runtime.engine.load import Frame, Loaded, frame_of, load
+from runtime.engine.pool_file import map_all, reserve_pools
+from runtime.engine.ranks import RankLinks
+from runtime.engine.runner import LeadingRunner
 from runtime.engine.scheduler import Limits
-from runtime.engine.stepper import Bounds, Stepper
+from runtime.engine.stepper import Bounds, ModelRunner, Stepper
 from runtime.errors import ConfigError, ModelError
-from runtime.kv.layout import KvDtype, KvLayout, PoolMap
-from runtime.kv.pool import KvPool
+from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.region import Region
 from runtime.models.config import ModelSpec
-from runtime.models.loader import load_model
 from runtime.protocol import OutputToken, RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -50,41 +52,45 @@ _ROOM_TO_GROW = 4
 class Engine:
     """Build it, `self_test()`, then give a thread to `run()`."""
 
-    def __init__(self, config: WorkerConfig, emit: Callable[[EngineEvent], None]) -> None:
-        """Loads the model. Raises ConfigError, ModelError."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        emit: Callable[[EngineEvent], None],
+        ranks: RankLinks | None = None,
+    ) -> None:
+        """Loads the model, here and on the other ranks. Raises ConfigError, ModelError, RankError.
+
+        `ranks` are there when config.tp_size is over 1.
+        """
         self._emit = emit
-        self._threads = config.threads or torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        device = _device(config)
-        dtype = _dtype(config, device)
-        decoder = load_model(config.model.path, getattr(torch, dtype), device)
-        spec = decoder.spec
-        try:
-            self._layout = KvLayout(
-                spec.layers, spec.kv_heads, spec.head_dim, config.block_size, dtype
-            )
-        except ValueError as e:
-            raise ConfigError(str(e)) from e
-        self._pool = KvPool(self._layout, config.kv_cache_bytes, device)
-        self._pool_map = PoolMap(self._layout, self._pool.num_blocks)
-        self._runner = Runner(decoder, self._pool, self._threads, native=device.type == "cpu")
+        frame = frame_of(config)
+        assert (ranks is None) == (config.tp_size == 1)
+        spec, pools = frame.spec, frame.pool_map
+        self._threads = frame.threads
+        torch.set_num_threads(frame.threads)
+        self._pool_map = pools
         self._limits = _limits(config)
         self._bounds = Bounds(
             context=_context(config, spec),
-            capacity=self._pool.num_blocks * config.block_size,
+            capacity=pools.num_blocks * config.block_size,
             vocab=spec.vocab,
             eos_token_ids=spec.eos_token_ids,
         )
+        loaded = load(frame) if ranks is None else _load_with(ranks, frame)
+        self._pool = loaded.pool
+        self._runner: ModelRunner = loaded.runner
+        if ranks is not None:
+            self._runner = LeadingRunner(loaded.runner, ranks)
         self._stepper = self._new_stepper(config.prefix_cache)
 
-        self.num_blocks: int = self._pool.num_blocks
+        self.num_blocks: int = pools.num_blocks
         self.max_model_len: int = min(self._bounds.context, self._bounds.capacity)
         self.vocab_size: int = spec.vocab
         self.eos_token_ids: tuple[int, ...] = spec.eos_token_ids
         self.fingerprint: dict[str, str | int] = {
-            "model": decoder.weights.digest,
-            "dtype": dtype,
-            **self._layout.fingerprint(),
+            "model": loaded.decoder.weights.digest,
+            "dtype": frame.dtype,
+            **pools.model.fingerprint(),
         }
 
         # Shared with other threads, under the condition's lock.
@@ -99,7 +105,7 @@ class Engine:
 
     @property
     def layout(self) -> KvLayout:
-        return self._layout
+        return self._pool_map.model
 
     @property
     def pool(self) -> Region:
@@ -223,28 +229,21 @@ class Engine:
 
     def _new_stepper(self, prefix_cache: bool) -> Stepper:
         return Stepper(
-            self._pool.num_blocks, self._limits, prefix_cache, self._bounds, self._runner
+            self._pool_map.num_blocks, self._limits, prefix_cache, self._bounds, self._runner
         )
 
 
-def _device(config: WorkerConfig) -> torch.device:
-    if config.tp_size != 1:
-        raise ConfigError(
-            f"tp_size {config.tp_size}: tensor parallelism is not supported", hint="use tp_size 1"
-        )
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as e:
-        raise ConfigError(f"device {config.device!r} is unknown", hint="use cpu or cuda:0") from e
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {config.device}: this host has no usable GPU", hint="use cpu")
-    return device
-
-
-def _dtype(config: WorkerConfig, device: torch.device) -> KvDtype:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return "float32" if device.type == "cpu" else "bfloat16"
+def _load_with(ranks: RankLinks, frame: Frame) -> Loaded:
+    """On all ranks at once; this is rank 0."""
+    memory = None
+    if frame.device.type == "cpu":
+        reserve_pools(ranks.pool, frame.pool_map)
+        memory = map_all(ranks.pool, frame.pool_map)
+    ranks.start()
+    group = Group(frame.pool_map.shard(0), ranks.meeting, frame.device)
+    loaded = load(frame, group, memory)
+    ranks.wait_loaded()
+    return loaded
 
 
 def _limits(config: WorkerConfig) -> Limits:

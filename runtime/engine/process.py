@@ -8,7 +8,6 @@ stop it. What it serves is the role's (roles.py); what it computes is the engine
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import secrets
@@ -25,6 +24,8 @@ from typing import Any, TypeVar
 from runtime.config import WorkerConfig, load, read_token
 from runtime.engine.contract import EngineEvent
 from runtime.engine.core import Engine
+from runtime.engine.lifetime import die_with_parent
+from runtime.engine.ranks import RankLinks, RankProcesses
 from runtime.engine.role import Parts, Role
 from runtime.engine.roles import make_role
 from runtime.errors import RuntimeFailure
@@ -47,8 +48,9 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PR_SET_PDEATHSIG = 1
 _ENGINE_STOP_S = 10.0
+_LOST_STOP_S = 1.0
+"""After the loss of a rank: the engine waits for it in a step, and may do so for long."""
 
 
 def run_core(config_path: Path, fd: int) -> int:
@@ -63,22 +65,15 @@ def run_core(config_path: Path, fd: int) -> int:
     if config.device == "cpu":
         # Pinning the buffer would else create a context on GPU 0 of a host that has one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _die_with_parent()
+    die_with_parent(signal.SIGTERM)
     front = socket.socket(fileno=fd)
-    code = asyncio.run(_Core(config, token).run(front))
+    code = asyncio.run(_Core(config, token, config_path).run(front))
     if any(t.name == _EngineThread.NAME for t in threading.enumerate()):
         # Still loading, or in a step that does not end. All that outlives a process was given back;
         # an interpreter that shuts down under running torch code may crash instead of ending.
         logging.shutdown()
         os._exit(code)
     return code
-
-
-def _die_with_parent() -> None:
-    # A parent that died before this call closed its end of the front link, which is read next.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +89,33 @@ class _EngineThread:
     NAME = "engine"
 
     def __init__(
-        self, config: WorkerConfig, mailbox: Mailbox, emit: Callable[[EngineEvent], None]
+        self,
+        config: WorkerConfig,
+        mailbox: Mailbox,
+        emit: Callable[[EngineEvent], None],
+        ranks: RankLinks | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._config = config
         self._mailbox = mailbox
         self._emit = emit
+        self._ranks = ranks
         self._engine: Engine | None = None
         self.loaded: asyncio.Future[_Loaded] = loop.create_future()
         self.ended: asyncio.Future[Exception | None] = loop.create_future()
         self._thread = threading.Thread(target=self._main, name=self.NAME, daemon=True)
         self._thread.start()
 
-    async def stop(self) -> None:
+    async def stop(self, timeout: float) -> None:
         """Wait for the step under way; a thread that still loads ends with the process."""
         if self._engine is None:
             return
         self._engine.stop()
-        await asyncio.wait([self.ended], timeout=_ENGINE_STOP_S)
+        await asyncio.wait([self.ended], timeout=timeout)
+
+    def failure(self) -> Exception | None:
+        """Why it ended, if it did and not because it was told to."""
+        return self.ended.result() if self.ended.done() else None
 
     def _main(self) -> None:
         try:
@@ -131,7 +135,7 @@ class _EngineThread:
 
     def _load(self) -> _Loaded:
         start = time.monotonic()
-        engine = Engine(self._config, self._emit)
+        engine = Engine(self._config, self._emit, self._ranks)
         built = time.monotonic()
         engine.self_test()
         return _Loaded(engine, built - start, time.monotonic() - built)
@@ -143,9 +147,10 @@ def _resolve(future: asyncio.Future[T], value: T) -> None:
 
 
 class _Core:
-    def __init__(self, config: WorkerConfig, token: bytes) -> None:
+    def __init__(self, config: WorkerConfig, token: bytes, config_path: Path) -> None:
         self._config = config
         self._token = token
+        self._config_path = config_path
         self._incarnation = secrets.token_hex(8)
         self._role: Role | None = None
         self._engine: Engine | None = None
@@ -159,28 +164,35 @@ class _Core:
         reader, writer = await asyncio.open_connection(sock=front)
         self._link = Link(reader, writer, Command)
         mailbox = Mailbox(loop)
+        ranks = RankProcesses(self._config_path, self._config.tp_size)
+        links = await ranks.start() if self._config.tp_size > 1 else None
         # Events go straight to the role once there is one; before that the engine has no requests.
         thread = _EngineThread(
-            self._config, mailbox, lambda event: mailbox.post(lambda: self._on_engine(event))
+            self._config,
+            mailbox,
+            lambda event: mailbox.post(lambda: self._on_engine(event)),
+            links,
         )
         receiving = asyncio.create_task(self._receive(self._link), name="front")
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
         try:
-            await _first(thread.loaded, thread.ended, stopping)
-            if thread.loaded.done() and not stopping.done():
+            await _first(thread.loaded, thread.ended, stopping, ranks.lost)
+            if thread.loaded.done() and not stopping.done() and not ranks.lost.done():
                 await self._serve(thread.loaded.result(), mailbox)
-                await _first(thread.ended, stopping)
+                await _first(thread.ended, stopping, ranks.lost)
         finally:
             receiving.cancel()
             stopping.cancel()
             if self._role:
                 await self._role.close()
-            await thread.stop()
+            await thread.stop(_LOST_STOP_S if ranks.lost.done() else _ENGINE_STOP_S)
             writer.transport.abort()
-        return self._exit_code(thread)
+            await ranks.close(thread.failure())
+        return self._exit_code(thread, ranks)
 
-    def _exit_code(self, thread: _EngineThread) -> int:
-        failure = thread.ended.result() if thread.ended.done() else None
+    def _exit_code(self, thread: _EngineThread, ranks: RankProcesses) -> int:
+        failure: Exception | None
+        failure = ranks.lost.result() if ranks.lost.done() else thread.failure()
         if isinstance(failure, RuntimeFailure):
             raise failure
         return 0 if failure is None else 1

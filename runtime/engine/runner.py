@@ -15,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime import _native
+from runtime.engine.ranks import RankLinks
 from runtime.engine.sequence import Work
+from runtime.errors import RankError
 from runtime.kv.pool import KvPool
 from runtime.models.decoder import Decoder
+from runtime.protocol import Chunk, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,18 @@ class Runner:
         self._native = native
         self._scale = decoder.spec.head_dim**-0.5
 
-    @torch.inference_mode()
+    @property
+    def block_size(self) -> int:
+        return self.pool.layout.block_size
+
     def run(self, work: Items[Work]) -> Tensor:
         """Computes the work's KV; float32 logits, one row for each work that samples, in order."""
-        batch = build_batch(work, self.pool.layout.block_size, self._decoder.device)
+        return self.compute(chunks_of(work, self.block_size))
+
+    @torch.inference_mode()
+    def compute(self, chunks: Items[Chunk]) -> Tensor:
+        """As `run`."""
+        batch = build_batch(chunks, self.block_size, self._decoder.device)
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             cache = self.pool.layers[layer]  # [blocks, 2, kv_heads, tokens, head_dim]
@@ -85,25 +96,54 @@ class Runner:
         return out.view(len(q), -1)
 
 
-def build_batch(work: Items[Work], block_size: int, device: torch.device) -> Batch:
-    counts = [item.count for item in work]
-    starts = [item.sequence.num_computed for item in work]
+class LeadingRunner:
+    """Rank 0's ModelRunner: every rank computes the same step."""
+
+    def __init__(self, runner: Runner, links: RankLinks) -> None:
+        self._runner = runner
+        self._links = links
+
+    def run(self, work: Items[Work]) -> Tensor:
+        """Raises RankError whatever goes wrong: the ranks are then no longer at the same step."""
+        chunks = chunks_of(work, self._runner.block_size)
+        try:
+            self._links.compute(Step(chunks))
+            return self._runner.compute(chunks)
+        except Exception as e:
+            raise RankError(f"a step of the ranks failed: {e}") from e
+
+
+def chunks_of(work: Items[Work], block_size: int) -> tuple[Chunk, ...]:
+    """The work, without the scheduler's state."""
+    return tuple(_chunk(item, block_size) for item in work)
+
+
+def _chunk(work: Work, block_size: int) -> Chunk:
+    sequence, start = work.sequence, work.sequence.num_computed
+    end = start + work.count
+    return Chunk(
+        start=start,
+        tokens=tuple(sequence.tokens[start:end]),
+        blocks=tuple(sequence.blocks[: -(-end // block_size)]),
+        samples=work.samples,
+    )
+
+
+def build_batch(chunks: Items[Chunk], block_size: int, device: torch.device) -> Batch:
+    counts = [len(chunk.tokens) for chunk in chunks]
+    starts = [chunk.start for chunk in chunks]
     firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    ids: list[int] = []
-    for item, start in zip(work, starts, strict=True):
-        ids += item.sequence.tokens[start : start + item.count]
-    sequence_of = np.repeat(np.arange(len(work), dtype=np.int32), counts)
+    ids = [token for chunk in chunks for token in chunk.tokens]
+    sequence_of = np.repeat(np.arange(len(chunks), dtype=np.int32), counts)
     within = np.arange(len(ids)) - np.repeat(firsts, counts)
     positions = within + np.repeat(starts, counts)
-    most = max(-(-(s + c) // block_size) for s, c in zip(starts, counts, strict=True))
-    tables = np.zeros((len(work), most), dtype=np.int32)
-    for row, item in enumerate(work):
-        blocks = item.sequence.blocks[:most]
-        tables[row, : len(blocks)] = blocks
+    tables = np.zeros((len(chunks), max(len(c.blocks) for c in chunks)), dtype=np.int32)
+    for row, chunk in enumerate(chunks):
+        tables[row, : len(chunk.blocks)] = chunk.blocks
     lasts = [
-        int(first) + item.count - 1
-        for first, item in zip(firsts, work, strict=True)
-        if item.samples
+        int(first) + count - 1
+        for first, count, chunk in zip(firsts, counts, chunks, strict=True)
+        if chunk.samples
     ]
 
     def tensor(values: object, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -28,6 +28,7 @@ from runtime.engine.finish import finish_reason
 from runtime.engine.sampler import is_plain, sample
 from runtime.engine.scheduler import Limits, Plan, Scheduler
 from runtime.engine.sequence import Sequence, Work
+from runtime.errors import RankError
 from runtime.kv.cache import BlockCache, Claim
 from runtime.kv.prefix import block_hashes
 from runtime.protocol import FinishReason, OutputToken, RequestId
@@ -181,6 +182,8 @@ class Stepper:
         try:
             rows = iter(self._runner.run(works))
             return [(work, next(rows) if work.samples else None) for work in works]
+        except RankError:
+            raise
         # The per-request boundary: one request's failure is not the others'.
         except Exception as e:
             if len(works) > 1:

@@ -20,28 +20,47 @@ from runtime.kv.region import Region
 class KvPool:
     """`layers[i]` is layer i's strided view [blocks, 2, kv_heads, tokens, head_dim]."""
 
-    def __init__(self, layout: KvLayout, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: torch.device, memory: Tensor | None = None
+    ) -> None:
+        """`memory`: shared bytes that begin with this pool; its own when left out.
+
+        Raises ConfigError.
+        """
         self.layout = layout
-        self.num_blocks = layout.num_blocks_in(nbytes)
-        if self.num_blocks < 2:
-            raise ConfigError(
-                f"kv_cache of {nbytes:,} bytes holds {self.num_blocks} blocks of "
-                f"{layout.block_bytes:,} bytes, and at least 2 are needed",
-                hint=f"give kv_cache {2 * layout.block_bytes:,} bytes or more",
-            )
-        shape = (self.num_blocks, *layout.block_shape)
-        try:
-            self._memory = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
-        except RuntimeError as e:
-            raise ConfigError(
-                f"kv_cache: {nbytes:,} bytes cannot be allocated on {device}",
-                hint="give kv_cache fewer bytes",
-            ) from e
-        self.layers: tuple[Tensor, ...] = self._memory.unbind(1)
+        self.num_blocks = num_blocks
+        nbytes = num_blocks * layout.block_bytes
+        self._memory = _allocate(nbytes, device) if memory is None else memory
+        pool = self._memory[:nbytes].view(getattr(torch, layout.dtype))
+        shape = (num_blocks, *layout.block_shape)
+        self.layers: tuple[Tensor, ...] = pool.view(shape).unbind(1)
 
     @property
     def region(self) -> Region:
-        return Region(self._memory.data_ptr(), self.num_blocks * self.layout.block_bytes)
+        """All the memory, with what follows this pool in it."""
+        return Region(self._memory.data_ptr(), self._memory.nbytes)
+
+
+def num_blocks_in(layout: KvLayout, nbytes: int, ranks: int = 1) -> int:
+    """Blocks of a pool, when all ranks' pools together have `nbytes`. Raises ConfigError."""
+    size = layout.block_bytes * ranks
+    if (count := nbytes // size) < 2:
+        raise ConfigError(
+            f"kv_cache of {nbytes:,} bytes holds {count} blocks of "
+            f"{size:,} bytes, and at least 2 are needed",
+            hint=f"give kv_cache {2 * size:,} bytes or more",
+        )
+    return count
+
+
+def _allocate(nbytes: int, device: torch.device) -> Tensor:
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as e:
+        raise ConfigError(
+            f"kv_cache: {nbytes:,} bytes cannot be allocated on {device}",
+            hint="give kv_cache fewer bytes",
+        ) from e
 
 
 class BlockAllocator:

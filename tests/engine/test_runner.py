@@ -32,7 +32,7 @@ def decoder(tiny_model: Path) -> Decoder:
 def runner(request: pytest.FixtureRequest, decoder: Decoder) -> Iterator[Runner]:
     spec = decoder.spec
     layout = KvLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, "float32")
-    pool = KvPool(layout, 40 * layout.block_bytes, CPU)
+    pool = KvPool(layout, 40, CPU)
     for layer in pool.layers:
         layer.fill_(torch.nan)  # reading what was never written shows
     yield Runner(decoder, pool, threads=1, native=request.param == "native")

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from runtime.errors import ConfigError
 from runtime.kv.layout import K, KvLayout, V
-from runtime.kv.pool import BlockAllocator, KvPool
+from runtime.kv.pool import BlockAllocator, KvPool, num_blocks_in
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_views_lie_where_the_layout_says(
     layers: int, heads: int, dim: int, block: int, data: st.DataObject
 ) -> None:
     layout = KvLayout(layers, heads, dim, block, "float32")
-    pool = KvPool(layout, 3 * layout.block_bytes + 5, CPU)
+    pool = KvPool(layout, num_blocks_in(layout, 3 * layout.block_bytes + 5), CPU)
     assert pool.num_blocks == 3
     assert pool.region.nbytes == 3 * layout.block_bytes
     at = {
@@ -47,14 +47,27 @@ def test_views_lie_where_the_layout_says(
 def test_too_few_bytes_say_how_many_are_needed() -> None:
     layout = KvLayout(2, 2, 16, 16, "bfloat16")
     with pytest.raises(ConfigError, match="holds 1 blocks") as caught:
-        KvPool(layout, 2 * layout.block_bytes - 1, CPU)
+        num_blocks_in(layout, 2 * layout.block_bytes - 1)
     assert f"{2 * layout.block_bytes:,}" in caught.value.hint
+    with pytest.raises(ConfigError, match="holds 1 blocks") as caught:
+        num_blocks_in(layout, 6 * layout.block_bytes - 1, ranks=3)
+    assert f"{6 * layout.block_bytes:,}" in caught.value.hint
+
+
+def test_a_pool_in_shared_memory_takes_its_beginning() -> None:
+    layout = KvLayout(1, 1, 2, 2, "bfloat16")
+    memory = torch.zeros(3 * layout.block_bytes + 100, dtype=torch.uint8)
+    pool = KvPool(layout, 3, CPU, memory)
+    pool.layers[0].fill_(1)
+    assert memory[: 3 * layout.block_bytes].count_nonzero() == 3 * layout.block_bytes // 2 * 2
+    assert not memory[3 * layout.block_bytes :].any()
+    assert (pool.region.address, pool.region.nbytes) == (memory.data_ptr(), memory.nbytes)
 
 
 def test_more_bytes_than_there_are_is_a_config_error() -> None:
     layout = KvLayout(2, 2, 16, 16, "float32")
     with pytest.raises(ConfigError, match="cannot be allocated on cpu"):
-        KvPool(layout, 1 << 60, CPU)
+        KvPool(layout, 1 << 44, CPU)
 
 
 def test_cached_blocks_are_reused_last_and_oldest_first() -> None:
