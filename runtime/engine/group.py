@@ -50,6 +50,9 @@ class Group:
     def sum_(self, x: Tensor) -> None:
         dist.all_reduce(x)
 
+    def meet(self) -> None:
+        dist.barrier()
+
     def gather(self, part: Tensor) -> Tensor:
         if self._shard.rank:
             dist.gather(part, dst=0)

@@ -36,6 +36,9 @@ class Ranks(Protocol):
     def sum_(self, x: Tensor) -> None:
         """Replace x by the sum of all ranks' x."""
 
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+
     def gather(self, part: Tensor) -> Tensor:
         """Rank 0: all ranks' parts, of one shape, side by side along the last axis, in order of
         rank. Elsewhere: something that nobody should look at.
@@ -94,7 +97,7 @@ class Decoder:
     def logits(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
         """Float32 logits [len(rows), vocab] of the chosen rows of this batch of tokens [T].
 
-        Only rank 0 has them; the others return something of no use.
+        When it returns, every rank has done its part. Only rank 0 has the logits.
         """
         spec, weights = self.spec, self.weights
         angles = positions[:, None].float() * self._inv_freq  # [T, head_dim / 2]
@@ -119,15 +122,19 @@ class Decoder:
         if self._ranks is None:
             x.addmm_(y, weight.t())
             return
-        part = F.linear(y, weight)
-        self._ranks.sum_(part)
-        x += part
+        if len(x):
+            part = F.linear(y, weight)
+            self._ranks.sum_(part)
+            x += part
 
     def _head(self, x: Tensor) -> Tensor:
         head, vocab = self.weights.head, self.spec.vocab
         if self._ranks is None:
             return F.linear(x, head)
         if not len(x):
+            # Nothing was summed in the last layer, but its KV must be on all ranks before rank 0
+            # says so.
+            self._ranks.meet()
             return x.new_empty((0, vocab))
         # The last rank's part may be narrower, and parts are gathered in one shape.
         part = x.new_zeros((len(x), self._head_rows))

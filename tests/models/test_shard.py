@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,6 +36,9 @@ class ThreadRanks:
 
     def sum_(self, x: Tensor) -> None:
         x.copy_(torch.stack(self._exchange(x)).sum(0))
+
+    def meet(self) -> None:
+        self._meet.wait(20)
 
     def gather(self, part: Tensor) -> Tensor:
         parts = self._exchange(part)
@@ -78,6 +82,31 @@ def test_each_weight_is_on_one_rank(tmp_path: Path) -> None:
         for name in ("qkv", "output", "gate_up", "down"):
             ours, all_ = (getattr(d.weights.layers[0], name) for d in (part, whole))
             assert ours.untyped_storage().nbytes() * 2 == all_.untyped_storage().nbytes()
+
+
+def test_a_step_ends_when_the_kv_of_every_rank_is_stored(tmp_path: Path) -> None:
+    """Also one that nothing is sampled from: prefill sends its KV on at once."""
+    make("llama", tmp_path)
+    parts: list[Tensor | None] = [None, None]
+    meet, stored = threading.Barrier(2), [0, 0]
+
+    def rank(number: int) -> list[int]:
+        ranks = ThreadRanks(Shard(number, 2), parts, meet)
+        decoder = load_model(tmp_path, torch.float32, CPU, ranks)
+
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            if number == 1:
+                time.sleep(0.05)
+            stored[number] += 1
+            return q.reshape(len(q), -1)
+
+        with torch.inference_mode():
+            tokens, none = torch.arange(5), torch.empty(0, dtype=torch.int64)
+            assert decoder.logits(tokens, tokens, attend, none).shape == (0, 128)
+        return list(stored)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert next(iter(pool.map(rank, range(2)))) == [2, 2]
 
 
 def test_an_uneven_vocabulary_is_whole_again() -> None:
