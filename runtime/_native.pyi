@@ -1,5 +1,6 @@
 """Types of the C++ extension (native/). What copies or computes releases the interpreter lock."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +57,52 @@ def copy_runs(
     Every run is checked against both sizes before the first byte moves: ValueError names the first
     bad one. Returns the bytes copied.
     """
+
+def send_put(fd: int, nonce: int, address: int, nbytes: int, runs: NDArray[np.int64]) -> None:
+    """Send one put: a header, then each (source offset, destination offset, length) of `runs`,
+    C-contiguous int64 (n, 3).
+
+    The socket must block, with SO_SNDTIMEO. ValueError, before the first byte, names a run that is
+    empty or outside of the memory. OSError: TimeoutError when no byte moved for that long. A
+    shutdown of the socket from another thread ends it.
+    """
+
+class PutHeader:
+    """What the next put is; its bytes follow in the stream."""
+
+    @property
+    def nonce(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def receive_header(fd: int) -> PutHeader | None:
+    """Wait, as long as it takes, for the next put; None at the end of the stream. OSError when the
+    connection ends inside, or what comes is no header.
+    """
+
+def discard_put(fd: int, put: PutHeader) -> None:
+    """Receive the put's bytes and throw them away."""
+
+class Landing:
+    """The blocks of one reservation, which a put's bytes may be written into until it is closed.
+    For any thread.
+    """
+
+    def __init__(
+        self, address: int, nbytes: int, block_bytes: int, blocks: Sequence[int]
+    ) -> None: ...
+    @property
+    def complete(self) -> int:
+        """How many of the first blocks have arrived."""
+    def close(self) -> None:
+        """On return nothing is written any more; takes one recv at most."""
+    def claim(self, put: PutHeader) -> str:
+        """Take the put's blocks, each of which may come once; else why they may not come."""
+    def receive(self, fd: int, put: PutHeader) -> None:
+        """Receive a claimed put, without a deadline; what comes after `close` is thrown away.
+
+        OSError when the connection ends first.
+        """
 
 def paged_attention(
     query: Any,

@@ -289,10 +289,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Name of the CPU buffer's shared memory segment on the decode host."""
     segment_bytes: int
     block_bytes: int
+    streams: int = 1
+    """tcp: the most data connections that this host would use."""
 
 
 class HelloData(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First message on a tcp data connection: joins it to a control session."""
+    """First message on each tcp data connection: joins it to a control session."""
 
     session: int
 
@@ -346,6 +348,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     path: Literal["shm", "tcp"]
     path_reason: str = ""
     """Why it is not a better one."""
+    streams: int = 1
+    """tcp: open so many data connections."""
     pid: int
     start_ticks: int
     """Of the writing process, with `boot_id`: what proves it dead to a decode instance on the same

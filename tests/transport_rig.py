@@ -40,6 +40,7 @@ class Rig:
     kind: str
     blocks: int
     size: int
+    streams: int
     buffer: CpuBuffer
     pool: NDArray[np.uint8]
     landed: list[int] = field(default_factory=list)
@@ -50,12 +51,12 @@ class Rig:
     receiver: Receiver = field(init=False)
 
     @classmethod
-    def make(cls, kind: str, blocks: int, size: int) -> Rig:
+    def make(cls, kind: str, blocks: int, size: int, streams: int = 1) -> Rig:
         buffer = CpuBuffer.create(f"pdctl-test-{secrets.token_hex(6)}", blocks * size, size)
         rng = np.random.default_rng(blocks * size)
         pool = rng.integers(0, 256, blocks * size, dtype=np.uint8)
         memory(buffer.region)[:] = b"\xee" * buffer.nbytes
-        return cls(kind, blocks, size, buffer, pool)
+        return cls(kind, blocks, size, streams, buffer, pool)
 
     @property
     def source(self) -> Region:
@@ -77,9 +78,9 @@ class Rig:
             self.receiver = ShmReceiver(own_identity())
             self.sender = ShmSender.open(self.buffer.name, self.buffer.nbytes)
         else:
-            ours, theirs = _tcp_pair()
+            ours, theirs = _tcp_pairs(self.streams)
             self.receiver = self._tcp_receiver(ours)
-            self.sender = TcpSender(theirs)
+            self.sender = TcpSender(theirs, self.size)
 
     def connect_child(self) -> None:
         """The sender in a process of its own, which puts block 0 into block 0 again and again."""
@@ -95,16 +96,16 @@ class Rig:
             argv += ["127.0.0.1", str(server.getsockname()[1]), str(self.size)]
             self.child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
             server.settimeout(20)
-            self.receiver = self._tcp_receiver(server.accept()[0])
+            self.receiver = self._tcp_receiver([server.accept()[0]])
 
-    def _tcp_receiver(self, sock: socket.socket) -> TcpReceiver:
+    def _tcp_receiver(self, socks: list[socket.socket]) -> TcpReceiver:
         events = ReceiverEvents(
             lambda call: call(),
             self.landed.append,
             lambda nonce, why: self.refused.append((nonce, why)),
             self.closed.append,
         )
-        return TcpReceiver(sock, self.buffer.region, self.size, events)
+        return TcpReceiver(socks, self.buffer.region, self.size, events)
 
     def close(self) -> None:
         if self.child:
@@ -119,10 +120,10 @@ class Rig:
         self.buffer.close()
 
 
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+def _tcp_pairs(count: int) -> tuple[list[socket.socket], list[socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        return server.accept()[0], theirs
+        theirs = [socket.create_connection(server.getsockname()) for _ in range(count)]
+        return [server.accept()[0] for _ in range(count)], theirs
 
 
 def main() -> None:
@@ -135,7 +136,7 @@ def main() -> None:
         me = own_identity()
         print(me.pid, me.start_ticks, me.boot_id, flush=True)
     else:
-        sender = TcpSender(socket.create_connection((where, number)))
+        sender = TcpSender([socket.create_connection((where, number))], size)
     nonce = 0
     while True:
         nonce += 1

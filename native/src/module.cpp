@@ -8,6 +8,7 @@
 #include "attention_binding.h"
 #include "copy_runs.h"
 #include "pinned_shm.h"
+#include "put_stream_binding.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -87,6 +88,7 @@ NB_MODULE(_native, m) {
   m.def("copy_runs", &copy_runs_checked, "dst_address"_a, "dst_nbytes"_a, "src_address"_a,
         "src_nbytes"_a, "runs"_a.noconvert());
   bind_attention(m);
+  bind_put_stream(m);
 }
 
 }  // namespace pdctl

@@ -34,6 +34,7 @@ from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.handoff_prefill import PrefillHandoff
 from runtime.transfer.peer_server import Local, PeerServer
 from runtime.transfer.peer_sessions import PeerSessions
+from runtime.transfer.tcp import own_streams
 
 _log = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ class DecodeRole(Role):
             segment=self._buffer.name,
             segment_bytes=self._buffer.nbytes,
             block_bytes=self._buffer.block_bytes,
+            streams=own_streams(),
         )
 
     def set_peers(self, peers: Mapping[str, PeerAddress]) -> None:

@@ -91,6 +91,8 @@ class PrefillHandoff:
         self._sessions.pop(session.number, None)
         if session.sender:
             session.sender.close()
+        for sock in session.joined:
+            sock.close()
         return True
 
     # ---- from the peer --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -92,13 +93,23 @@ class ReceiverPaths:
         """Decode's end of the path that prefill chose."""
         if welcome.path == "shm":
             return ShmReceiver(ProcessIdentity(welcome.pid, welcome.start_ticks, welcome.boot_id))
-        async with contextlib.AsyncExitStack() as stack:
-            link, stream = await dial(stack)
-            link.send(HelloData(session=welcome.session))
-            answer = await link.receive()
-            if not isinstance(answer, Pong):
-                raise LinkClosed(f"{type(answer).__name__} to a data connection")
-            # Nothing comes on it before we ask for something: asyncio has no byte of it in a
-            # buffer.
-            sock = detach(stream.get_extra_info("socket").fileno())
-        return TcpReceiver(sock, self._buffer.region, self._buffer.block_bytes, events)
+        buffer = self._buffer
+        async with contextlib.AsyncExitStack() as dialled:
+            with contextlib.ExitStack() as joined:
+                socks = [
+                    joined.enter_context(await _join(welcome, dial, dialled))
+                    for _ in range(welcome.streams)
+                ]
+                receiver = TcpReceiver(socks, buffer.region, buffer.block_bytes, events)
+                joined.pop_all()
+        return receiver
+
+
+async def _join(welcome: Welcome, dial: Dial, stack: contextlib.AsyncExitStack) -> socket.socket:
+    link, stream = await dial(stack)
+    link.send(HelloData(session=welcome.session))
+    answer = await link.receive()
+    if not isinstance(answer, Pong):
+        raise LinkClosed(f"{type(answer).__name__} to a data connection")
+    # Nothing comes on it before we ask for something: asyncio has no byte of it in a buffer.
+    return detach(stream.get_extra_info("socket").fileno())

@@ -29,7 +29,7 @@ from runtime.transfer.handoff_prefill import PrefillHandoff
 from runtime.transfer.identity import own_identity
 from runtime.transfer.paths import OpenedPath, SenderPaths
 from runtime.transfer.prefill_request import PrefillSession
-from runtime.transfer.tcp import TcpSender, detach
+from runtime.transfer.tcp import TcpSender, detach, own_streams
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +161,8 @@ class PeerServer:
             opened = await self._path(hello)
             self._next_session += 1
             lane = CopyLane(f"kv-put-{self._next_session}", self._post)
-            session = PrefillSession(self._next_session, hello, link, lane, opened.sender)
+            streams = max(1, min(hello.streams, own_streams()))
+            session = PrefillSession(self._next_session, hello, link, lane, opened.sender, streams)
             self._handoff.open_session(session)
             self._writers[session.number] = writer
         link.send(
@@ -171,6 +172,7 @@ class PeerServer:
                 session=session.number,
                 path=opened.path,
                 path_reason=opened.reason,
+                streams=streams,
                 pid=self._identity.pid,
                 start_ticks=self._identity.start_ticks,
                 boot_id=self._identity.boot_id,
@@ -212,7 +214,9 @@ class PeerServer:
         link.send(Pong(first.session))
         async with asyncio.timeout(HANDSHAKE_S):
             await link.drain()
-        session.sender = TcpSender(detach(writer.get_extra_info("socket").fileno()))
+        session.joined.append(detach(writer.get_extra_info("socket").fileno()))
+        if len(session.joined) == session.streams:
+            session.sender = TcpSender(session.joined, self._local.block_bytes)
 
 
 def _family(host: str) -> socket.AddressFamily:

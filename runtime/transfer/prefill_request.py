@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass, field
 
 from runtime.kv.swap import Copy, CopyLane
@@ -53,7 +54,10 @@ class PrefillSession:
     link: Link[PeerRequest]
     lane: CopyLane
     sender: Sender | None
-    """None: tcp, and the data connection has not come yet."""
+    """None: tcp, and not all data connections have come yet."""
+    streams: int = 1
+    joined: list[socket.socket] = field(default_factory=list)
+    """The data connections that have come."""
     outgoing: dict[int, Outgoing] = field(default_factory=dict)
     last_nonce: int = 0
     lost: bool = False

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,7 +13,9 @@ import pytest
 from transport_rig import Rig, block_runs, eventually
 
 from runtime.errors import TransferError
-from runtime.transfer.tcp import TcpSender
+from runtime.kv.region import Region
+from runtime.transfer import tcp
+from runtime.transfer.tcp import TcpSender, memory
 
 
 @pytest.fixture
@@ -27,15 +33,13 @@ def put(rig: Rig, nonce: int, source: list[int], target: list[int]) -> None:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        ([1], "next blocks"),  # not the first of its reservation
-        ([0, 2], "next blocks"),  # a gap
-        ([5], "next blocks"),  # another reservation's
-        ([0, 1, 2, 3], "room"),  # more than it has
+        ([5], "reservation"),  # another one's
+        ([0, 0], "reservation"),  # twice
+        ([0, 1, 2, 3], "reservation"),  # more than it has
+        ([1 << 50], "reservation"),  # outside of the buffer
     ],
 )
-def test_only_the_next_blocks_of_the_reservation_are_written(
-    rig: Rig, bad: list[int], why: str
-) -> None:
+def test_only_blocks_of_the_reservation_are_written(rig: Rig, bad: list[int], why: str) -> None:
     rig.receiver.expect(1, (0, 1, 2))
     rig.receiver.expect(2, (5, 6))
     before = rig.bytes_of()
@@ -88,13 +92,13 @@ def test_a_connection_that_breaks_inside_a_put_is_reported_once(rig: Rig) -> Non
     sender = rig.sender
     assert isinstance(sender, TcpSender)
     header = np.array([4096 * 2], dtype=np.int64)
-    sender._sock.sendall(
+    sender._socks[0].sendall(
         (1).to_bytes(8, "little")
         + (1).to_bytes(4, "little")
         + np.concatenate([np.zeros(1, dtype=np.int64), header]).tobytes()
         + b"\x22" * 5000
     )
-    eventually(lambda: rig.receiver.landed(1, 0) == 1)
+    eventually(lambda: rig.bytes_of([0]) == b"\x22" * 4096)
     sender.abort()
     eventually(lambda: rig.closed)
     assert len(rig.closed) == 1 and rig.receiver.writer_gone()
@@ -106,5 +110,113 @@ def test_a_connection_that_breaks_inside_a_put_is_reported_once(rig: Rig) -> Non
 def test_a_senseless_header_ends_the_connection(rig: Rig, count: int) -> None:
     sender = rig.sender
     assert isinstance(sender, TcpSender)
-    sender._sock.sendall((1).to_bytes(8, "little") + count.to_bytes(4, "little"))
+    sender._socks[0].sendall((1).to_bytes(8, "little") + count.to_bytes(4, "little"))
     eventually(lambda: rig.closed)
+
+
+def test_only_the_first_blocks_count_as_landed(rig: Rig) -> None:
+    rig.receiver.expect(1, (4, 2, 6))
+    put(rig, 1, [1], [2])
+    put(rig, 1, [2], [6])
+    eventually(lambda: rig.bytes_of([6]) == rig.pool_bytes([2]))
+    assert rig.receiver.landed(1, 0) == 0
+    put(rig, 1, [0], [4])
+    eventually(lambda: rig.receiver.landed(1, 0) == 3)
+    assert rig.bytes_of([4, 2, 6]) == rig.pool_bytes([0, 1, 2])
+
+
+# ---- several streams -----------------------------------------------------------------------------
+
+STREAMS = 3
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A rig that splits everything from two blocks on."""
+    monkeypatch.setattr(tcp, "_MIN_PART", 1)
+    made = Rig.make("tcp", blocks=64, size=3 * 4096, streams=STREAMS)
+    made.connect()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_of_a_put_meet_again(wide: Rig, seed: int) -> None:
+    rng = random.Random(seed)
+    source, target = rng.sample(range(64), 50), rng.sample(range(64), 50)
+    wide.receiver.expect(1, tuple(target))
+    runs = block_runs(source, target, wide.size)
+    half = len(runs) // 2
+    for some in (runs[:half], runs[half:]):
+        assert wide.sender.put(1, wide.source, some) == len(some) * wide.size
+    eventually(lambda: wide.receiver.landed(1, 0) == 50)
+    assert wide.bytes_of(target) == wide.pool_bytes(source)
+    untouched = [b for b in range(64) if b not in target]
+    assert wide.bytes_of(untouched) == b"\xee" * len(untouched) * wide.size
+
+
+def test_a_run_of_many_blocks_is_cut_at_blocks(wide: Rig) -> None:
+    wide.receiver.expect(1, tuple(range(20, 50)))
+    wide.sender.put(1, wide.source, np.array([[0, 20, 30]], dtype=np.int64) * wide.size)
+    eventually(lambda: wide.receiver.landed(1, 0) == 30)
+    assert wide.bytes_of(list(range(20, 50))) == wide.pool_bytes(list(range(30)))
+
+
+def test_pieces_gathered_into_blocks_are_cut_at_blocks(wide: Rig) -> None:
+    """As from tensor-parallel ranks: a block arrives whole, from several places."""
+    third = wide.size // 3
+    runs = np.array(
+        [(part * 64 + block, block * 3 + part, 1) for block in range(7) for part in range(3)],
+        dtype=np.int64,
+    )
+    wide.receiver.expect(1, tuple(range(7)))
+    wide.sender.put(1, wide.source, runs * third)
+    eventually(lambda: wide.receiver.landed(1, 0) == 7)
+    pool = wide.pool.tobytes()
+    wanted = b"".join(pool[at : at + size] for at, _, size in (runs * third).tolist())
+    assert wide.bytes_of(list(range(7))) == wanted
+
+
+def test_one_broken_stream_ends_all(wide: Rig) -> None:
+    sender = wide.sender
+    assert isinstance(sender, TcpSender)
+    tcp._shut(sender._socks[1:2])
+    eventually(lambda: wide.closed)
+    assert wide.receiver.writer_gone() and len(wide.closed) == 1
+    wide.receiver.expect(1, tuple(range(64)))
+    before = wide.bytes_of()
+    with pytest.raises(TransferError):
+        put(wide, 1, list(range(64)), list(range(64)))
+    assert wide.bytes_of() == before
+
+
+def test_a_revoked_reservation_is_written_by_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig.make("tcp", blocks=64, size=1 << 20, streams=STREAMS)
+    rig.connect()
+    runs = block_runs(list(range(64)), list(range(64)), rig.size)
+    thread = threading.Thread(target=lambda: rig.sender.put(1, rig.source, runs))
+    rig.receiver.expect(1, tuple(range(64)))
+    thread.start()
+    try:
+        eventually(lambda: rig.bytes_of([63]) != b"\xee" * rig.size)
+        assert rig.receiver.revoke(1)
+        memory(rig.buffer.region)[:] = b"\x11" * rig.buffer.nbytes
+        thread.join()
+        time.sleep(0.05)
+        assert rig.bytes_of() == b"\x11" * rig.buffer.nbytes
+    finally:
+        rig.close()
+
+
+def test_a_put_that_moves_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "STALL_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    with ours:
+        sender = TcpSender([theirs], 1 << 20)
+        data = np.zeros(64 << 20, dtype=np.uint8)
+        source = Region(data.ctypes.data, data.nbytes)
+        with pytest.raises(TransferError, match="no byte moved for"):
+            sender.put(1, source, block_runs([0], [0], data.nbytes))
+        sender.close()
