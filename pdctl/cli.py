@@ -30,7 +30,7 @@ from pdctl.cli_edge import (
 )
 from pdctl.cli_files import init, model_app, validate
 from pdctl.cli_hosts import sync
-from pdctl.cli_look import audit, exec_command, lock_app, logs, status
+from pdctl.cli_look import audit, collect, exec_command, lock_app, logs, status
 from pdctl.errors import (
     EXIT_DEGRADED,
     EXIT_FAILED,
@@ -237,6 +237,7 @@ app.command("sync")(sync)
 app.command("status")(status)
 app.command("logs")(logs)
 app.command("audit")(audit)
+app.command("collect")(collect)
 app.command(
     "exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )(exec_command)

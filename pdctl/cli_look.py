@@ -139,6 +139,30 @@ def audit(
         typer.echo(audit_text(entries, Screen.of(sys.stdout)))
 
 
+def collect(
+    name: Name = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Default: ./pdctl-collect-NAME-TIME."),
+    ] = None,
+    file: FileOption = None,
+    host: HostOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Save logs, records, configuration and facts of the hosts in a folder; print its path.
+
+    Secrets, tokens and API keys are taken out on the hosts. Look through it before you share it.
+    """
+    from pdctl import ops
+
+    with errors_as(as_json):
+        saved = ops.collect(name, folder, where(file, host))
+    if as_json:
+        print_json({"schema": "pdctl.collect/1", "path": str(saved)})
+    else:
+        typer.echo(saved)
+
+
 def exec_command(
     words: Annotated[list[str], typer.Argument(metavar="[SERVICE] -- COMMAND...")],
     host: Annotated[

@@ -5,7 +5,6 @@ Values that may be private are shown as ***; secrets never get this far.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +13,11 @@ from pdctl.audit import AuditEntry
 from pdctl.logs import LogLine
 from pdctl.output import HUES, Cell, Screen, Style, duration, table
 from pdctl.plan import Plan, Step, StepKind
+from pdctl.shim.redact import HIDDEN, environment
 from pdctl.sizes import format_size
 from pdctl.status import DeploymentStatus, Health, ServiceStatus
 from pdctl.topology import LoadedTopology
 
-HIDDEN = "***"
-_PRIVATE = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _SIZES = ("kv_cache", "cpu_buffer")
 _STYLES: dict[StepKind, Style] = {
     "start": "good",
@@ -35,7 +33,7 @@ def validate_document(loaded: LoadedTopology) -> dict[str, Any]:
     content = topology.model_dump(mode="json")
     for role in ("prefill", "decode", "mixed"):
         for group in content[role]:
-            group["env"] = redacted(group["env"])
+            group["env"] = environment(group["env"])
             group["secrets"] = dict.fromkeys(group["secrets"], HIDDEN)
             group["host"] = group["host"] or next(iter(topology.hosts))
             for key in _SIZES:
@@ -75,11 +73,6 @@ def topology_text(document: dict[str, Any]) -> str:
     return text
 
 
-def redacted(env: dict[str, str]) -> dict[str, str]:
-    """Hides what by its name may be a secret, wherever the user put it."""
-    return {name: HIDDEN if _PRIVATE.search(name) else value for name, value in env.items()}
-
-
 def plan_document(plan: Plan) -> dict[str, Any]:
     return {
         "schema": "pdctl.plan/1",
@@ -100,7 +93,7 @@ def _step(step: Step) -> dict[str, Any]:
         "ports": service.ports,
         "url": service.url,
         "argv": list(service.argv),
-        "env": redacted(service.env),
+        "env": environment(service.env),
         "files": service.files,
     }
 
@@ -231,7 +224,7 @@ def _held(service: ServiceStatus) -> str:
 
 def _command(step: Step) -> str:
     service = step.service
-    env = [f"{name}={value}" for name, value in redacted(service.env).items()]
+    env = [f"{name}={value}" for name, value in environment(service.env).items()]
     env += [f"{name}={HIDDEN}" for name in service.secrets]
     lines = [f"{service.name} on {service.host}", "  " + " ".join([*env, *service.argv])]
     for name, text in service.files.items():

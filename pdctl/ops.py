@@ -4,6 +4,7 @@ plan_up, up        bring a deployment to what its topology says
 down, down_orphans stop it and prove that nothing is left; or only what the topology lost
 status, logs, audit   look at it
 show_lock, break_locks  the lock on it
+collect            all of it in a folder, redacted
 on_service, on_host   run a command beside a service, or on a host
 deployments, resolve_name   which there are, and which one is meant
 """
@@ -11,6 +12,7 @@ deployments, resolve_name   which there are, and which one is meant
 from __future__ import annotations
 
 from pdctl.audit import AuditEntry, audit
+from pdctl.collect import collect
 from pdctl.down import DownResult, StoppedService, down, down_orphans
 from pdctl.events import Event, EventKind, Report, silent
 from pdctl.execute import Command, on_host, on_service
@@ -27,6 +29,7 @@ __all__ = [
     "LockHolder",
     "LockReport",
     "audit",
+    "collect",
     "break_locks",
     "show_lock",
     "DeploymentStatus",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pdctl.agent import shim_call
 from pdctl.errors import UsageError
-from pdctl.find import ANYWHERE, Where, deployments, located
+from pdctl.find import ANYWHERE, Found, Where, deployments, located
 from pdctl.fleet import machines, on_all
 from pdctl.health import get_json, probe_ready
 from pdctl.hosts import Host
@@ -95,19 +95,24 @@ class DeploymentStatus:
 def status(name: str | None, where: Where = ANYWHERE) -> DeploymentStatus:
     """Ask the hosts and every service, all at once. Raises UsageError when there is nothing."""
     with located(name, where) as found:
-        records, name = found.records, found.name
-        in_router = _router_view(records, found.reachable())
+        return assess(found)
+
+
+def assess(found: Found) -> DeploymentStatus:
+    """The same for a deployment that was found already."""
+    records = found.records
     if not records and not found.unreachable:
         others = deployments()
         hint = f"there are: {', '.join(others)}" if others else "start one: `pdctl up TOPOLOGY`"
-        raise UsageError(f"there is no deployment {name}", hint=hint)
+        raise UsageError(f"there is no deployment {found.name}", hint=hint)
+    in_router = _router_view(records, found.reachable())
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
         peers = [r.name for r in records if r.spec and r.spec.role == "prefill"]
         services = tuple(
             pool.map(lambda r: _service(r, in_router, peers, found.is_orphan(r)), records)
         )
     return DeploymentStatus(
-        name,
+        found.name,
         _endpoint(services),
         tuple(sorted(services, key=_order)),
         {key: str(error) for key, error in found.unreachable.items()},

@@ -19,7 +19,8 @@ from typing import Any
 
 from pdctl import command, models, preflight, state, topology, wheels
 from pdctl.agent import shim_call
-from pdctl.errors import ServiceFailed
+from pdctl.collect import collect_failure
+from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, Report
 from pdctl.find import Where, located, locked, register, whereabouts
 from pdctl.fleet import Fleet, on_all
@@ -103,9 +104,11 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
             if not options.detach:
                 launch.wait(options.wait_timeout_s or wanted.topology.startup_timeout)
             succeeded = True
-        except ServiceFailed as e:
-            for line in e.log_tail:
-                report(Event("log", line, e.service, e.host))
+        except PdctlError as e:
+            if isinstance(e, ServiceFailed):
+                for line in e.log_tail:
+                    report(Event("log", line, e.service, e.host))
+            _save_evidence(fleet, path, e, report)
             raise
         finally:
             if not succeeded and options.keep_on_failure:
@@ -209,6 +212,16 @@ def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRe
         versions.update((host.name, v) for v in facts["versions"].values())
     preflight.raise_problems(problems)
     return preflight.differing_versions(versions)
+
+
+def _save_evidence(fleet: Fleet, path: Path, error: PdctlError, report: Report) -> None:
+    """Before the rollback takes the logs and records away."""
+    try:
+        report(
+            Event("note", f"what is known of the failure: {collect_failure(fleet, path, error)}")
+        )
+    except PdctlError as e:
+        report(Event("note", f"cannot save what is known of the failure: {e}"))
 
 
 def _remember(wanted: Wanted, report: Report) -> None:

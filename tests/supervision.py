@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,14 @@ class Site:
     home: Home
     python: Path
     model: Path
+    taken: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
+
+    def _ports(
+        self, name: str, role: str, number: int, purposes: tuple[str, ...]
+    ) -> dict[str, int]:
+        """Ports that were free once, and stay a service's: others test on this machine too."""
+        keys = [(name, role, number, purpose) for purpose in purposes]
+        return {key[3]: self.taken.setdefault(key, free_port()) for key in keys}
 
     def topology(self, name: str = "demo", **sections: Any) -> Path:
         document: dict[str, Any] = {
@@ -114,6 +122,10 @@ class Site:
             "prefill": [{"host": "local", "kv_cache": "1MiB"}],
             "decode": [{"host": "local", "kv_cache": "1MiB", "cpu_buffer": "1MiB"}],
         } | sections
+        for role, purposes in (("prefill", ("port", "peer_port")), ("decode", ("port",))):
+            for number, group in enumerate(document[role]):
+                if group.get("replicas", 1) <= 2:
+                    document[role][number] = self._ports(name, role, number, purposes) | group
         path = self.home.root / f"{name}.yaml"
         path.write_text(json.dumps(document))
         return path

@@ -15,7 +15,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import audit, control, deployment, execute, lock, logs, look, probe, provision, store
+from . import (
+    audit,
+    collect,
+    control,
+    deployment,
+    execute,
+    lock,
+    logs,
+    look,
+    probe,
+    provision,
+    store,
+)
 from .files import Refused, base_of
 from .supervise import Supervisor
 
@@ -26,6 +38,7 @@ READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "code": provision.look,
     "tail": logs.tails,
     "audit": audit.entries,
+    "collect": collect.collect,
 }
 CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "register": deployment.register,

@@ -27,6 +27,8 @@ def home(tmp_path: Path, shim_store: Path, monkeypatch: pytest.MonkeyPatch) -> I
     (home.base / ".shim").symlink_to(shim_store)
     monkeypatch.setenv("PDCTL_HOME", str(home.base))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")  # where a failed `up` leaves a folder
     yield home
     left = home.processes()
     for pid in left:

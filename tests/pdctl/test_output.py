@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdctl.documents import plan_summary, plan_text, redacted, status_text
+from pdctl.documents import plan_summary, plan_text, status_text
 from pdctl.errors import Locked, Problem, TopologyError
 from pdctl.events import Event
 from pdctl.output import (
@@ -22,6 +22,7 @@ from pdctl.output import (
 )
 from pdctl.plan import Plan, Step
 from pdctl.services import ServiceSpec
+from pdctl.shim.redact import environment
 from pdctl.status import DeploymentStatus, Health, ServiceStatus
 
 PLAIN = Screen(live=False, color=False, unicode=True, width=None)
@@ -246,7 +247,7 @@ def test_a_summary_counts_everything() -> None:
     "name", ["API_KEY", "HF_TOKEN", "DB_PASSWORD", "aws_secret", "PASSWD", "GOOGLE_CREDENTIALS"]
 )
 def test_what_sounds_private_is_hidden(name: str) -> None:
-    assert redacted({name: "x", "OMP_NUM_THREADS": "2"}) == {name: "***", "OMP_NUM_THREADS": "2"}
+    assert environment({name: "x", "OMP_NUM_THREADS": "2"}) == {name: "***", "OMP_NUM_THREADS": "2"}
 
 
 # ---- status --------------------------------------------------------------------------------------
