@@ -8,19 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pdctl import __version__
 from pdctl.bench.cli import bench_command
+from pdctl.cli_change import plan, up
 from pdctl.cli_edge import (
     AsJson,
     FileOption,
     HostOption,
     Name,
-    advise,
     complete_name,
     errors_as,
     mute_stdout,
@@ -32,7 +31,6 @@ from pdctl.cli_files import init, model_app, validate
 from pdctl.cli_hosts import sync
 from pdctl.cli_look import audit, collect, exec_command, lock_app, logs, status
 from pdctl.errors import (
-    EXIT_DEGRADED,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -48,9 +46,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-TopologyPath = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="A topology file (YAML).")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="With commands and config files.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,73 +67,6 @@ def _globals(
 
 
 # ---- deployments ---------------------------------------------------------------------------------
-
-
-@app.command()
-def up(
-    path: TopologyPath,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Start and return; do not wait until ready.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, like `pdctl plan`.")
-    ] = False,
-    wait_timeout: Annotated[
-        float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Default: the topology's startup_timeout."),
-    ] = None,
-    keep_on_failure: Annotated[
-        bool, typer.Option("--keep-on-failure", help="Leave what was started, to look at it.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Start what TOPOLOGY describes, wait until it answers.
-
-    It is ready when every model is loaded, has generated a token, and every path from prefill to
-    decode has carried bytes. Safe to repeat: what runs as wanted is left alone.
-    """
-    if dry_run:
-        plan(path, as_json=as_json)
-        return
-    from pdctl import ops
-    from pdctl.output import Progress, duration
-
-    options = ops.UpOptions(
-        detach=detach, wait_timeout_s=wait_timeout, keep_on_failure=keep_on_failure
-    )
-    with errors_as(as_json), Progress() as report:
-        result = ops.up(path, options, report)
-    if as_json:
-        print_json(result.to_json())
-        return
-    state = "is ready at" if result.ready else "is starting; it will answer at"
-    counts = f"{len(result.started)} started, {len(result.kept)} unchanged"
-    typer.echo(f"{result.name} {state} {result.endpoint}  ({counts}, {duration(result.seconds)})")
-    advise(f"pdctl ask 'Hello'   pdctl status   pdctl down {result.name}")
-
-
-@app.command()
-def plan(
-    path: TopologyPath,
-    verbose: Verbose = False,
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with 3 when there is something to do.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show what `up` would do; change nothing."""
-    from pdctl import ops
-    from pdctl.documents import plan_document, plan_text
-    from pdctl.output import Progress, Screen
-
-    with errors_as(as_json), Progress() as report:
-        found = ops.plan_up(path, report)
-    if as_json:
-        print_json(plan_document(found))
-    else:
-        typer.echo(plan_text(found, Screen.of(sys.stdout), verbose=verbose))
-    if exit_code and found.changes:
-        raise typer.Exit(EXIT_DEGRADED)
 
 
 @app.command()
@@ -234,6 +162,8 @@ def ask(
 
 
 app.command("sync")(sync)
+app.command("up")(up)
+app.command("plan")(plan)
 app.command("status")(status)
 app.command("logs")(logs)
 app.command("audit")(audit)

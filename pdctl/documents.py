@@ -24,6 +24,7 @@ _STYLES: dict[StepKind, Style] = {
     "keep": "dim",
     "replace": "warn",
     "remove": "bad",
+    "restart": "warn",
 }
 
 
@@ -78,6 +79,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "schema": "pdctl.plan/1",
         "name": plan.deployment,
         "changes": plan.changes,
+        "notes": list(plan.notes),
         "steps": [_step(step) for step in plan.steps],
     }
 
@@ -113,13 +115,15 @@ def plan_text(plan: Plan, screen: Screen, *, verbose: bool) -> str:
     parts = [table(("STEP", "SERVICE", "HOST", "PORTS", "WHY"), rows, screen)] if rows else []
     if verbose:
         parts += [_command(step) for step in plan.of("start", "replace")]
-    return "\n\n".join([*parts, plan_summary(plan)])
+    notes = [f"{screen.paint(screen.symbol('note'), 'warn')} {note}" for note in plan.notes]
+    return "\n\n".join([*parts, "\n".join([*notes, plan_summary(plan)])])
 
 
 def plan_summary(plan: Plan) -> str:
     counts = {
         "to start": len(plan.of("start")),
         "to replace": len(plan.of("replace")),
+        "to restart": len(plan.of("restart")),
         "to remove": len(plan.of("remove")),
         "unchanged": len(plan.of("keep")),
     }

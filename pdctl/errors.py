@@ -21,7 +21,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_DEGRADED = 3
-"""`status` of a deployment that is not whole; `plan --exit-code` with changes pending."""
+"""`status` of a deployment that is not whole; `plan` with something to do."""
 EXIT_LOCKED = 4
 EXIT_UNREACHABLE = 5
 EXIT_INTERRUPTED = 130

@@ -162,7 +162,11 @@ def _reason(body: Mapping[str, Any]) -> str:
 
 def get_json(url: str, *, token: str = "") -> tuple[int | None, dict[str, Any]]:
     """Status and JSON object. (None, {}) without an answer; {} for a body that is no object."""
-    status, text = get(url, token=token)
+    return _json_of(_ask(url, None, token))
+
+
+def _json_of(answer: tuple[int | None, str]) -> tuple[int | None, dict[str, Any]]:
+    status, text = answer
     try:
         body = json.loads(text)
     except ValueError:
@@ -170,9 +174,22 @@ def get_json(url: str, *, token: str = "") -> tuple[int | None, dict[str, Any]]:
     return status, body if isinstance(body, dict) else {}
 
 
+def post_json(
+    url: str, body: Mapping[str, Any], *, token: str
+) -> tuple[int | None, dict[str, Any]]:
+    """As `get_json`."""
+    return _json_of(_ask(url, json.dumps(body).encode(), token))
+
+
 def get(url: str, *, token: str = "") -> tuple[int | None, str]:
+    return _ask(url, None, token)
+
+
+def _ask(url: str, data: bytes | None, token: str) -> tuple[int | None, str]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(url, headers=headers)
+    if data is not None:
+        headers["Content-Type"] = "application/json"
+    request = urllib.request.Request(url, data, headers)
     try:
         with _OPENER.open(request, timeout=HTTP_TIMEOUT_S) as response:
             return response.status, response.read().decode(errors="replace")

@@ -15,7 +15,7 @@ from pdctl.errors import PdctlError
 from pdctl.services import ServiceSpec
 from pdctl.topology import Topology
 
-StepKind = Literal["start", "keep", "replace", "remove"]
+StepKind = Literal["start", "keep", "replace", "remove", "restart"]
 
 _FIRST_PORT = {"http": 8100, "peer": 9100}
 
@@ -34,7 +34,8 @@ class ObservedService:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do about one service. `remove` stops an orphan; `keep` does nothing.
+    """What to do about one service. `remove` stops an orphan; `keep` does nothing; `restart` starts
+    it again as it was, with the files and secrets it has on its host.
 
     The service of a `remove` has only deployment, name and host when its record was unreadable.
     """
@@ -42,14 +43,19 @@ class Step:
     kind: StepKind
     service: ServiceSpec
     reason: str
+    now: ServiceSpec | None = None
+    """As it runs, or ran; None: not there, or its record was unreadable."""
+    running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in the order they are carried out: removals, then one wave of all that is to start."""
+    """Removals, then the topology's services in its order. `batches` says what comes when."""
 
     deployment: str
     steps: tuple[Step, ...]
+    notes: tuple[str, ...] = ()
+    """What one should know before it is carried out."""
 
     def of(self, *kinds: StepKind) -> tuple[Step, ...]:
         return tuple(s for s in self.steps if s.kind in kinds)
@@ -57,6 +63,11 @@ class Plan:
     @property
     def changes(self) -> bool:
         return any(s.kind != "keep" for s in self.steps)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Names of what runs and would be stopped, if only to start again."""
+        return tuple(s.service.name for s in self.steps if s.running and s.kind != "keep")
 
 
 def make_plan(
@@ -73,7 +84,7 @@ def make_plan(
 
 
 def stop_order(services: Iterable[ServiceSpec]) -> tuple[tuple[ServiceSpec, ...], ...]:
-    """Waves in which a deployment goes down: the router first, so that nothing new comes in."""
+    """Waves in which services go down: the router first, so that nothing new comes in."""
     everything = tuple(services)
     routers = tuple(s for s in everything if s.role == "router")
     others = tuple(s for s in everything if s.role != "router")
@@ -123,8 +134,9 @@ def _step(service: ServiceSpec, now: ObservedService | None) -> Step:
     if not now.alive:
         return Step("start", service, "not running")
     if now.spec_hash == service.hash:
-        return Step("keep", service, "unchanged")
-    return Step("replace", service, f"changed: {', '.join(_differences(now.spec, service))}")
+        return Step("keep", service, "unchanged", now.spec, running=True)
+    changed = f"changed: {', '.join(_differences(now.spec, service))}"
+    return Step("replace", service, changed, now.spec, running=True)
 
 
 def _removal(deployment: str, now: ObservedService) -> Step:
@@ -134,6 +146,8 @@ def _removal(deployment: str, now: ObservedService) -> Step:
         "remove",
         service,
         "orphan: not in the topology" if now.alive else "orphan: left over, not running",
+        now.spec,
+        running=now.alive,
     )
 
 

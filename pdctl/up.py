@@ -11,21 +11,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from pdctl import command, models, preflight, state, topology, wheels
 from pdctl.agent import shim_call
+from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, Report
 from pdctl.find import Where, located, locked, register, whereabouts
 from pdctl.fleet import Fleet, on_all
 from pdctl.hosts import Host
-from pdctl.launch import Launch
+from pdctl.launch import Launch, Patience
 from pdctl.plan import Plan, allocate_ports, make_plan
 from pdctl.records import ServiceRecord
 
@@ -40,6 +41,8 @@ class UpOptions:
     wait_timeout_s: float | None = None
     """None: the topology's startup_timeout."""
     keep_on_failure: bool = False
+    approve: Callable[[Plan], None] = lambda _: None
+    """Sees the plan before anything is changed. Raises PdctlError to stop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
         ask = {"models": wanted.places}
         probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
         plan = _plan(wanted, fleet.hosts, records, probes)
+        options.approve(plan)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         for note in _check(wanted, fleet, plan, records):
             report(Event("note", note))
@@ -100,9 +104,12 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
         launch = Launch(fleet, plan, values, report)
         succeeded = False
         try:
-            launch.carry_out(wanted.topology.drain_timeout)
-            if not options.detach:
-                launch.wait(options.wait_timeout_s or wanted.topology.startup_timeout)
+            patience = Patience(
+                drain_s=wanted.topology.drain_timeout,
+                ready_s=options.wait_timeout_s or wanted.topology.startup_timeout,
+                wait_last=not options.detach,
+            )
+            launch.carry_out(batches(plan), patience)
             succeeded = True
         except PdctlError as e:
             if isinstance(e, ServiceFailed):
@@ -167,7 +174,8 @@ def _plan(
     observed = [r.observed() for r in records]
     busy = {key: probes[host.name]["listening"] for key, host in hosts.items()}
     services = command.services(t, allocate_ports(t, observed, busy), facts)
-    return make_plan(t.name, services, observed)
+    plan = make_plan(t.name, services, observed)
+    return replace(plan, notes=remarks(plan))
 
 
 def _facts(wanted: Wanted, key: str, host: Host, probe: Mapping[str, Any]) -> command.HostFacts:

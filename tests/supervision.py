@@ -97,6 +97,23 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def free_run(count: int) -> range:
+    """So many ports in a row that were free a moment ago."""
+    while True:
+        ports = range(first := free_port(), first + count)
+        if ports[-1] < 65536 and all(map(_is_free, ports)):
+            return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as s:
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
 @dataclass
 class Site:
     """Whole deployments of the stub, from topology files."""

@@ -22,19 +22,19 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "__init__ errors events services shim sizes yaml_marks",
         "topology_schema topology_checks topology wheelfile models wheels lockfile state init ask",
-        "plan command",
+        "plan batches command",
         "hosts ssh records",
-        "agent health preflight",
+        "agent health routing preflight",
         "fleet sending",
         "find",
-        "audit execute launch locks logs",
+        "audit draining execute launch locks logs",
         "status",
         "output documents",
         "collect",
         "up down sync sync_host",
         "ops",
         "bench",
-        "cli_edge cli_files cli_hosts cli_look cli",
+        "cli_edge cli_change cli_files cli_hosts cli_look cli",
         "__main__",
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from pdctl import __version__, cli
+from pdctl.cli_change import approver
 from pdctl.errors import PdctlError, UsageError
+from pdctl.plan import Plan, Step
+from pdctl.services import ServiceSpec
 from pdctl.topology import load
 
 TOPOLOGIES = Path(__file__).parents[2] / "topologies"
@@ -228,3 +232,52 @@ def test_an_interrupt_is_130(
     code, out, err = run_main(capsys, "init")
     assert (code, out) == (130, "")
     assert "Traceback" not in err
+
+
+# ---- consent -------------------------------------------------------------------------------------
+
+SERVICE = ServiceSpec("demo", "decode-0", "decode", "local", argv=("x",))
+KEEP = Step("keep", SERVICE, "unchanged", SERVICE, running=True)
+START = Step("start", SERVICE, "not there yet")
+REPLACE = Step("replace", SERVICE, "changed: env", SERVICE, running=True)
+DEAD = Step("remove", SERVICE, "orphan: left over, not running")
+
+
+def test_without_a_terminal_nothing_that_runs_is_stopped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = Plan("demo", (KEEP, REPLACE), notes=("nothing is served until decode-0 is back",))
+    with pytest.raises(UsageError, match="this would stop decode-0 of demo") as caught:
+        approver(yes=False)(plan)
+    assert caught.value.exit_code == 2 and "--yes" in caught.value.hint
+    shown = capsys.readouterr()
+    assert "replace" in shown.err and "nothing is served until" in shown.err and not shown.out
+    approver(yes=True)(plan)
+    assert "replace" in capsys.readouterr().err, "shown all the same"
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [((START,), False), ((KEEP,), False), ((KEEP, START), True), ((KEEP, DEAD), True)],
+)
+def test_what_stops_nothing_is_not_asked_for(
+    capsys: pytest.CaptureFixture[str], steps: tuple[Step, ...], shown: bool
+) -> None:
+    approver(yes=False)(Plan("demo", steps))
+    assert bool(capsys.readouterr().err) == shown
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_at_a_terminal_it_asks(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
+    monkeypatch.setattr("sys.stderr", Terminal())
+    if answer == "y":
+        approver(yes=False)(Plan("demo", (REPLACE,)))
+    else:
+        with pytest.raises(PdctlError, match="nothing was changed"):
+            approver(yes=False)(Plan("demo", (REPLACE,)))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

@@ -88,7 +88,7 @@ def pair(site: Site, **decode_env: str) -> str:
 
 def test_the_whole_life_of_a_deployment(site: Site) -> None:
     topology = pair(site)
-    planned = pdctl("plan", topology, "--exit-code")
+    planned = pdctl("plan", topology)
     assert planned.returncode == 3 and "demo: 3 to start, 0 unchanged" in planned.stdout
 
     up = pdctl("up", topology)

@@ -1,0 +1,122 @@
+"""Commands that change what a deployment runs: plan, up; and what they ask before they do it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdctl.cli_edge import AsJson, advise, errors_as, print_json
+from pdctl.errors import EXIT_DEGRADED, EXIT_OK, PdctlError, UsageError
+
+if TYPE_CHECKING:
+    from pdctl.plan import Plan
+    from pdctl.up import UpResult
+
+TopologyPath = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="A topology file (YAML).")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="With commands and config files.")]
+Yes = Annotated[
+    bool,
+    typer.Option("--yes", "-y", help="Do not ask before something that runs is stopped."),
+]
+WaitTimeout = Annotated[
+    float | None,
+    typer.Option(min=0.1, metavar="SECONDS", help="Default: the topology's startup_timeout."),
+]
+
+
+def up(
+    path: TopologyPath,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Start and return; do not wait until ready.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done, like `pdctl plan`.")
+    ] = False,
+    yes: Yes = False,
+    wait_timeout: WaitTimeout = None,
+    keep_on_failure: Annotated[
+        bool, typer.Option("--keep-on-failure", help="Leave what was started, to look at it.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start what TOPOLOGY describes, wait until it answers.
+
+    It is ready when every model is loaded, has generated a token, and every path from prefill to
+    decode has carried bytes. Safe to repeat: what runs as wanted is left alone. What runs and
+    changed is shown, asked for, drained and replaced, one instance after the other.
+    """
+    if dry_run:
+        plan(path, as_json=as_json)
+        return
+    from pdctl import ops
+    from pdctl.output import Progress
+
+    options = ops.UpOptions(
+        detach=detach,
+        wait_timeout_s=wait_timeout,
+        keep_on_failure=keep_on_failure,
+        approve=approver(yes),
+    )
+    with errors_as(as_json), Progress() as report:
+        result = ops.up(path, options, report)
+    show_result(result, as_json)
+
+
+def show_result(result: UpResult, as_json: bool) -> None:
+    from pdctl.output import duration
+
+    if as_json:
+        print_json(result.to_json())
+        return
+    state = "is ready at" if result.ready else "is starting; it will answer at"
+    counts = f"{len(result.started)} started, {len(result.kept)} unchanged"
+    if result.removed:
+        counts += f", {len(result.removed)} removed"
+    typer.echo(f"{result.name} {state} {result.endpoint}  ({counts}, {duration(result.seconds)})")
+    advise(f"pdctl ask 'Hello'   pdctl status   pdctl down {result.name}")
+
+
+def plan(path: TopologyPath, verbose: Verbose = False, as_json: AsJson = False) -> None:
+    """Show what `up` would do; change nothing.
+
+    Exits with 3 when there is something to do, with 0 when there is nothing.
+    """
+    from pdctl import ops
+    from pdctl.documents import plan_document, plan_text
+    from pdctl.output import Progress, Screen
+
+    with errors_as(as_json), Progress() as report:
+        found = ops.plan_up(path, report)
+    if as_json:
+        print_json(plan_document(found))
+    else:
+        typer.echo(plan_text(found, Screen.of(sys.stdout), verbose=verbose))
+    raise typer.Exit(EXIT_DEGRADED if found.changes else EXIT_OK)
+
+
+def approver(yes: bool) -> Callable[[Plan], None]:
+    """Shows a plan that touches what runs, and asks when it stops something of that."""
+
+    def approve(found: Plan) -> None:
+        from pdctl.documents import plan_text
+        from pdctl.output import Screen
+
+        if not found.changes or not any(step.running for step in found.steps):
+            return
+        typer.echo(plan_text(found, Screen.of(sys.stderr), verbose=False), err=True)
+        if yes or not found.ends:
+            return
+        what = f"{', '.join(found.ends)} of {found.deployment}"
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise UsageError(
+                f"this would stop {what}, and there is no terminal to ask at",
+                hint="--yes does it without asking; `pdctl plan` shows what would be done",
+            )
+        if not typer.confirm(f"Stop {what}?", err=True):
+            raise PdctlError("nothing was changed")
+
+    return approve

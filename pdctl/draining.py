@@ -1,0 +1,74 @@
+"""Let running instances finish what they have, while the router gives them nothing new.
+
+Marks them at the router and watches until nothing is under way. Stops nothing. What was marked and
+then not stopped is given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pdctl.errors import PdctlError
+from pdctl.events import Event, Report
+from pdctl.routing import RouterClient, View, owed
+from pdctl.services import ServiceSpec
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """`leaving` are to finish; `running` is all that runs now, these included."""
+
+    router: RouterClient
+    running: Sequence[ServiceSpec]
+    leaving: Sequence[ServiceSpec]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """They get nothing new. When the block fails they do again."""
+        marked: list[str] = []
+        try:
+            for service in self.leaving:
+                self.router.drain(service.name, True)
+                marked.append(service.name)
+            yield
+        except BaseException:
+            give_back(self.router, marked)
+            raise
+
+    def wait(self, seconds: float, report: Report) -> Mapping[str, str]:
+        """Until nothing is under way, or for so long. What then still is, by service, in words."""
+        begun = time.monotonic()
+        while left := self._left():
+            waited = time.monotonic() - begun
+            for service in self.leaving:
+                if what := left.get(service.name):
+                    text = f"finishing {what}"
+                    report(Event("wait", text, service.name, service.host, waited))
+            if waited >= seconds:
+                break
+            time.sleep(POLL_S)
+        return left
+
+    def _left(self) -> dict[str, str]:
+        view: View = self.router.view() or {}
+        found = {s.name: owed(s, view, self.running) for s in self.leaving}
+        return {name: what for name, what in found.items() if what}
+
+
+def known_to(router: RouterClient, services: Iterable[ServiceSpec]) -> dict[str, str]:
+    """Incarnations of those that the router may send something to: only they can be drained."""
+    view = router.view() or {}
+    return {
+        s.name: view[s.name].incarnation for s in services if s.name in view and view[s.name].lives
+    }
+
+
+def give_back(router: RouterClient, names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(PdctlError):  # the router is gone, and the mark with it
+            router.drain(name, False)
