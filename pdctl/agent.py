@@ -87,18 +87,25 @@ class Session:
     What was asked for before our death is finished under the lock: nobody sees it half done.
     """
 
-    def __init__(self, host: Host, deployment: str, *, purpose: str, wait_s: float) -> None:
+    def __init__(
+        self, host: Host, deployment: str, *, purpose: str, wait_s: float | None = None
+    ) -> None:
+        """Waits so long for the lock; None: not yet, `lock` takes it."""
         self.host = host
         self.deployment = deployment
         self._purpose = purpose
         self._turn = threading.Lock()
         self._number = 0
         self._channel = host.channel(shim_argv(host, "serve"))
-        try:
-            self.call("lock", {"wait_s": wait_s}, timeout=wait_s + CALL_TIMEOUT_S)
-        except PdctlError:
-            self.close()
-            raise
+        if wait_s is not None:
+            try:
+                self.lock(wait_s)
+            except PdctlError:
+                self.close()
+                raise
+
+    def lock(self, wait_s: float) -> None:
+        self.call("lock", {"wait_s": wait_s}, timeout=wait_s + CALL_TIMEOUT_S)
 
     def call(
         self, do: str, payload: dict[str, Any], *, timeout: float = CALL_TIMEOUT_S

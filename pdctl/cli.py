@@ -34,6 +34,7 @@ from pdctl.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_UNREACHABLE,
     PdctlError,
 )
 
@@ -106,6 +107,8 @@ def down(
             print_warning(note, sys.stderr)
         what = "is down" if result.ok else "is NOT down: see above"
         how = f"{len(result.services)} stopped, {duration(result.seconds)}"
+        if result.unreachable:
+            how += f"; {result.hosts_ok} hosts ok, {len(result.unreachable)} failed"
         if orphans:
             typer.echo(f"orphans of {result.name}: {how}")
         else:
@@ -113,6 +116,8 @@ def down(
             typer.echo(
                 f"{result.name} {what}  ({how})" if running else f"{result.name} is not running"
             )
+    if result.unreachable:
+        raise typer.Exit(EXIT_UNREACHABLE)
     raise typer.Exit(EXIT_OK if result.ok else EXIT_FAILED)
 
 

@@ -154,7 +154,10 @@ def status_text(found: DeploymentStatus, screen: Screen) -> str:
         parts.append(table(_COLUMNS, [_service(s, screen) for s in found.services], screen))
     notes = [f"{s.name}: {s.reason}" for s in found.services if s.reason]
     notes += [f"{lock.host}: locked by {lock.text}" for lock in found.locks]
-    return "\n".join([*parts, *notes, *found.unreachable.values()])
+    lost = [*found.unreachable.values()]
+    if lost:
+        lost.append(f"{found.hosts_ok} hosts ok, {len(lost)} failed: what runs there is not known")
+    return "\n".join([*parts, *notes, *lost])
 
 
 def audit_text(entries: Sequence[AuditEntry], screen: Screen) -> str:

@@ -7,7 +7,7 @@ after anything was killed. Idempotent.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,9 @@ class DownResult:
     services: tuple[StoppedService, ...]
     notes: tuple[str, ...]
     unreachable: dict[str, str]
-    """Host -> why nothing was stopped there."""
+    """Host -> why nothing is known of what runs there."""
+    hosts_ok: int
+    """Those on which everything was done."""
     seconds: float
 
     @property
@@ -69,6 +71,7 @@ class DownResult:
             ],
             "notes": list(self.notes),
             "unreachable": self.unreachable,
+            "hosts_ok": self.hosts_ok,
             "seconds": round(self.seconds, 3),
         }
 
@@ -80,38 +83,55 @@ def down(
 
     Services have `timeout_s` to finish their requests; None: the topology's drain_timeout.
     """
-    begun = time.monotonic()
     known = whereabouts(name, where)
-    with locked(known, purpose="down", wait_s=LOCK_WAIT_S) as (fleet, lost):
-        records = fleet.observe()
-        services, notes = _stop(fleet, records, _waves(records), _grace_s(known, timeout_s), report)
-        unreachable = {key: str(error) for key, error in lost.items()}
-        seconds = time.monotonic() - begun
-        result = DownResult(known.name, services, notes, unreachable, seconds)
-        if not any(s.problems for s in services):
-            fleet.purge(None)
-        if result.ok:
-            state.forget(known.name)
-    return result
+    return _down(known, "down", _grace_s(known, timeout_s), report, _waves)
 
 
 def down_orphans(
     name: str | None, timeout_s: float | None, report: Report, where: Where = ANYWHERE
 ) -> DownResult:
     """Stop the services that the topology does not name any more; leave all others."""
-    begun = time.monotonic()
     with located(name, where) as found:
-        known, unreachable = found.known, {k: str(e) for k, e in found.unreachable.items()}
-    with locked(known, purpose="down --orphans", wait_s=LOCK_WAIT_S) as (fleet, _):
-        records = [r for r in fleet.observe() if found.is_orphan(r)]
+        known = found.known
+
+    def orphans(records: Sequence[ServiceRecord]) -> list[Names]:
         names: dict[str, list[str]] = {}
-        for record in records:
+        for record in filter(found.is_orphan, records):
             names.setdefault(record.host, []).append(record.name)
-        services, notes = _stop(fleet, records, [names], _grace_s(known, timeout_s), report)
+        return [names]
+
+    return _down(known, "down --orphans", _grace_s(known, timeout_s), report, orphans)
+
+
+def _down(
+    known: state.KnownDeployment,
+    purpose: str,
+    grace_s: float,
+    report: Report,
+    waves: Callable[[Sequence[ServiceRecord]], list[Names]],
+) -> DownResult:
+    """`waves`: what to stop, one after the other; the last one holds all that goes."""
+    begun = time.monotonic()
+    services: list[StoppedService] = []
+    notes: list[str] = []
+    hosts_ok = 0
+    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=()) as fleet:
+        more = True
+        while more:
+            records = fleet.observe()
+            names = waves(records)
+            stopped, others = _stop(fleet, records, names, grace_s, report)
+            services += stopped
+            notes += others
+            if not any(s.problems for s in stopped):
+                fleet.purge(names[-1])
+            hosts_ok += len(fleet.sessions)
+            more = fleet.go_on()
+        lost = {host: str(e) for host, e in fleet.lost.items()}
         seconds = time.monotonic() - begun
-        result = DownResult(known.name, services, notes, unreachable, seconds)
-        if not any(s.problems for s in services):
-            fleet.purge(names)
+        result = DownResult(known.name, tuple(services), tuple(notes), lost, hosts_ok, seconds)
+        if result.ok and names[-1] is None:
+            state.forget(known.name)
     return result
 
 

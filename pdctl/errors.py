@@ -8,14 +8,14 @@ PdctlError             1  something failed; `hint` says what to do about it
 ├── HostCommandError   1  a command on a host failed
 ├── ServiceFailed      1  a service exited or did not become ready; has its last log lines
 ├── Locked             4  someone else is changing this deployment
-└── HostUnreachable    5  a host cannot be reached or logged in to
+├── HostUnreachable    5  a host cannot be reached or logged in to
+└── HostsFailed           several hosts failed, or one of several: all their errors at once
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -30,7 +30,7 @@ EXIT_INTERRUPTED = 130
 class PdctlError(Exception):
     """Base. The message is one line; `hint` says what to do, in one line, or is empty."""
 
-    exit_code: ClassVar[int] = EXIT_FAILED
+    exit_code: int = EXIT_FAILED
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -126,3 +126,21 @@ class HostUnreachable(PdctlError):
     def __init__(self, message: str, *, host: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.host = host
+
+
+class HostsFailed(PdctlError):
+    """What was tried on several hosts at once failed on some: a line for each, and the count."""
+
+    def __init__(self, errors: Sequence[PdctlError], ok: int) -> None:
+        self.errors = tuple(errors)
+        hints = {e.hint for e in errors}
+        same = len(hints) == 1
+        lines = [str(e) if same or not e.hint else f"{e}; {e.hint}" for e in errors]
+        super().__init__(
+            "\n".join([*dict.fromkeys(lines), f"{ok} ok, {len(errors)} failed"]),
+            hint=hints.pop() if same else "",
+        )
+        codes = {e.exit_code for e in errors}
+        self.exit_code = (
+            codes.pop() if len(codes) == 1 else max(codes & {EXIT_UNREACHABLE, EXIT_FAILED})
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,23 +95,27 @@ def located(name: str | None, where: Where = ANYWHERE) -> Iterator[Found]:
 
 @contextlib.contextmanager
 def locked(
-    known: KnownDeployment, *, purpose: str, wait_s: float
-) -> Iterator[tuple[Fleet, dict[str, PdctlError]]]:
+    known: KnownDeployment,
+    *,
+    purpose: str,
+    wait_s: float,
+    needed: Collection[str] | None = None,
+) -> Iterator[Fleet]:
     """The deployment's hosts with its lock held, those that their records name too.
 
-    Beside it, why some of these cannot be reached from here. Locks are taken in a fixed order, so
-    when there are more hosts than expected it begins again.
+    Locks are taken in a fixed order, so when there are more hosts than expected it begins again.
     """
     name, addresses = known.name, dict(known.hosts or {"local": None})
     while True:
         with (
             opened(addresses) as hosts,
-            Fleet(name, hosts, purpose=purpose, wait_s=wait_s) as fleet,
+            Fleet(name, hosts, purpose=purpose, wait_s=wait_s, needed=needed) as fleet,
         ):
             answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
             more, lost = further(addresses, _said((a for _, a in answers), name))
             if not more:
-                yield fleet, lost
+                fleet.lost.update(lost)
+                yield fleet
                 return
         addresses.update(more)
 

@@ -7,15 +7,21 @@ Knows how to reach hosts; decides nothing about services.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
 from pdctl.agent import CALL_TIMEOUT_S, Session, shim_call
+from pdctl.errors import HostsFailed, Locked, PdctlError
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
 from pdctl.ssh import Routes, SshHost
+
+FAN_OUT = 64
+"""Hosts talked to at once. Threads only wait: with few, a host that is off would delay others."""
+PROMPT_S = 1.0
+"""A host that is not needed is late when it comes so long after the one before it."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -57,29 +63,116 @@ def look(hosts: Iterable[Host], deployment: str | None) -> tuple[ServiceRecord, 
     return tuple(r for h, answer in found for r in parse_services(h.name, answer["services"]))
 
 
-def on_all(items: Sequence[T], do: Callable[[T], R]) -> list[R]:
-    """Run for all at once; raises the first failure after all have ended."""
+def attempt_all(items: Sequence[T], do: Callable[[T], R]) -> list[R | PdctlError]:
+    """Run for all at once, and wait for all: what each gave, or why it failed."""
+
+    def attempt(item: T) -> R | PdctlError:
+        try:
+            return do(item)
+        except PdctlError as e:
+            return e
+
     if len(items) == 1:
-        return [do(items[0])]
-    with ThreadPoolExecutor(max_workers=max(1, min(16, len(items)))) as pool:
-        return list(pool.map(do, items))
+        return [attempt(items[0])]
+    with ThreadPoolExecutor(max_workers=max(1, min(FAN_OUT, len(items)))) as pool:
+        return list(pool.map(attempt, items))
+
+
+def on_all(items: Sequence[T], do: Callable[[T], R]) -> list[R]:
+    """Run for all at once. After all have ended, raises what failed: of several, HostsFailed."""
+    outcomes = attempt_all(items, do)
+    good = [o for o in outcomes if not isinstance(o, PdctlError)]
+    raise_failures([o for o in outcomes if isinstance(o, PdctlError)], len(good))
+    return good
+
+
+def raise_failures(errors: Sequence[PdctlError], ok: int) -> None:
+    if errors:
+        raise errors[0] if len(errors) + ok == 1 else HostsFailed(errors, ok)
 
 
 class Fleet:
-    """Locked hosts. A host key of the topology leads to its machine's session."""
+    """Locked hosts. A host key of the topology leads to its machine's session.
+
+    `needed`: keys that nothing can be done without; None: all. What fails elsewhere goes into
+    `lost`, and the others do not wait for it: `go_on` does, when they have been seen to.
+    """
 
     def __init__(
-        self, deployment: str, hosts: Mapping[str, Host], *, purpose: str, wait_s: float
+        self,
+        deployment: str,
+        hosts: Mapping[str, Host],
+        *,
+        purpose: str,
+        wait_s: float,
+        needed: Collection[str] | None = None,
     ) -> None:
         self.deployment = deployment
         self.hosts = dict(hosts)
         self.sessions: list[Session] = []
+        self.lost: dict[str, PdctlError] = {}
+        """Host's name -> why nothing could be done there."""
+        self._needed = {hosts[key].name for key in (hosts if needed is None else needed)}
+        self._wait_s = wait_s
+        pool = ThreadPoolExecutor(max_workers=FAN_OUT)
+        self._opening = {
+            pool.submit(Session, host, deployment, purpose=purpose): host
+            for host in machines(hosts.values())
+        }
+        pool.shutdown(wait=False)
         try:
-            for host in machines(hosts.values()):
-                self.sessions.append(Session(host, deployment, purpose=purpose, wait_s=wait_s))
+            self._admit(self._prompt())
         except BaseException:
             self.close()
             raise
+
+    @property
+    def late(self) -> list[str]:
+        """Names of hosts that have neither answered nor failed yet."""
+        return [host.name for host in self._opening.values()]
+
+    def go_on(self) -> bool:
+        """Leave these hosts, and turn to those that were late. False: none of them has come."""
+        for session in self.sessions:
+            session.close()
+        self.sessions = []
+        self._admit(wait(self._opening).done)
+        return bool(self.sessions)
+
+    def tolerate(self) -> None:
+        """From now on no host is needed."""
+        self._needed = set()
+
+    def _prompt(self) -> set[Future[Session]]:
+        """The needed hosts, and all that have answered before nothing came for a while."""
+        wait([f for f, host in self._opening.items() if host.name in self._needed])
+        pending = set(self._opening)
+        while pending:
+            came, pending = wait(pending, timeout=PROMPT_S, return_when=FIRST_COMPLETED)
+            if not came:
+                break
+        return set(self._opening) - pending
+
+    def _admit(self, arrived: Collection[Future[Session]]) -> None:
+        """Lock these, the first before the others: two runs at once do not take half each."""
+        hosts = {f: self._opening.pop(f) for f in list(self._opening) if f in arrived}
+        opened = {host.name: _outcome(f) for f, host in hosts.items()}
+        self.sessions = [s for s in opened.values() if not isinstance(s, PdctlError)]
+        failed = {n: e for n, e in opened.items() if isinstance(e, PdctlError)}
+        self._settle(failed, len(self.sessions))
+        for some in (self.sessions[:1], self.sessions[1:]):
+            self.on_some(some, lambda s: s.lock(self._wait_s))
+
+    def _settle(self, failed: Mapping[str, PdctlError], ok: int) -> None:
+        """Raise what nothing can be done without or against; leave the other hosts alone."""
+        if failed:
+            fatal = self._needed & failed.keys() or any(
+                isinstance(e, Locked) for e in failed.values()
+            )
+            if fatal:
+                raise_failures([*failed.values()], ok)
+            self.lost.update(failed)
+            self.sessions = [s for s in self.sessions if s.host.name not in failed]
 
     def session(self, key: str) -> Session:
         host = self.hosts[key]
@@ -97,7 +190,17 @@ class Fleet:
     def on_sessions(
         self, do: Callable[[Session], dict[str, Any]]
     ) -> list[tuple[str, dict[str, Any]]]:
-        return on_all(self.sessions, lambda s: (s.host.name, do(s)))
+        """Host's name and answer, of all that have one."""
+        return self.on_some(self.sessions, do)
+
+    def on_some(
+        self, sessions: Sequence[Session], do: Callable[[Session], R]
+    ) -> list[tuple[str, R]]:
+        names = [s.host.name for s in sessions]
+        outcomes = dict(zip(names, attempt_all(sessions, do), strict=True))
+        failed = {n: o for n, o in outcomes.items() if isinstance(o, PdctlError)}
+        self._settle(failed, len(outcomes) - len(failed))
+        return [(n, o) for n, o in outcomes.items() if not isinstance(o, PdctlError)]
 
     def stop(self, names: Names, grace_s: float) -> list[dict[str, Any]]:
         """Stop these services; what was found afterwards."""
@@ -129,6 +232,8 @@ class Fleet:
         return next((a["token"] for _, a in answers if a["token"]), None)
 
     def close(self) -> None:
+        for late in self._opening:
+            late.add_done_callback(_close)
         for session in self.sessions:
             session.close()
 
@@ -142,3 +247,15 @@ class Fleet:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _outcome(opened: Future[Session]) -> Session | PdctlError:
+    try:
+        return opened.result()
+    except PdctlError as e:
+        return e
+
+
+def _close(opened: Future[Session]) -> None:
+    if opened.exception() is None:
+        opened.result().close()

@@ -249,11 +249,12 @@ class Launch:
         if not undone:
             return
         self.report(Event("rollback", f"stopping what this run started: {', '.join(undone)}"))
+        self.fleet.tolerate()
         try:
             reports = self.fleet.stop(undone, UNDO_GRACE_S)
             left = [r["service"] for r in reports if r["left"]]
             self.fleet.purge([name for name in undone if name not in left])
-            if not self.fleet.observe(scan=False):
+            if not self.fleet.observe(scan=False) and not self.fleet.lost:
                 state.forget(self.fleet.deployment)
         except PdctlError as e:
             name = self.fleet.deployment
@@ -261,6 +262,8 @@ class Launch:
             return
         if left:
             self.report(Event("note", f"still running: {', '.join(left)}"))
+        for error in self.fleet.lost.values():
+            self.report(Event("note", f"not rolled back there: {error}"))
 
     def _tell(self, kind: EventKind, step: Step) -> None:
         self.report(Event(kind, step.reason, step.service.name, step.service.host))

@@ -66,6 +66,7 @@ class DeploymentStatus:
     services: tuple[ServiceStatus, ...]
     unreachable: dict[str, str] = field(default_factory=dict)
     """Host -> why nothing is known of what runs there."""
+    hosts_ok: int = 0
     locks: tuple[LockHolder, ...] = ()
     """Who is changing it now."""
 
@@ -88,6 +89,7 @@ class DeploymentStatus:
             "kv_bytes": self.kv_bytes,
             "services": [{**asdict(s), "strays": list(s.strays)} for s in self.services],
             "unreachable": self.unreachable,
+            "hosts_ok": self.hosts_ok,
             "locks": [asdict(holder) for holder in self.locks],
         }
 
@@ -115,8 +117,9 @@ def assess(found: Found) -> DeploymentStatus:
         found.name,
         _endpoint(services),
         tuple(sorted(services, key=_order)),
-        {key: str(error) for key, error in found.unreachable.items()},
-        holders(found),
+        unreachable={key: str(error) for key, error in found.unreachable.items()},
+        hosts_ok=len(found.reachable()),
+        locks=holders(found),
     )
 
 

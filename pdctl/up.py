@@ -24,7 +24,7 @@ from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, Report
 from pdctl.find import Where, located, locked, register, whereabouts
-from pdctl.fleet import Fleet, on_all
+from pdctl.fleet import Fleet, on_all, raise_failures
 from pdctl.hosts import Host
 from pdctl.launch import Launch, Patience
 from pdctl.plan import Plan, allocate_ports, make_plan
@@ -74,7 +74,7 @@ def plan_up(path: Path, report: Report) -> Plan:
     wanted = _read(path, report)
     with located(None, Where(file=path)) as found:
         if found.unreachable:
-            raise next(iter(found.unreachable.values()))
+            raise_failures([*found.unreachable.values()], len(found.reachable()))
         ask = {"models": wanted.places}
         probes = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", ask)))
         return _plan(wanted, found.hosts, found.records, dict(probes))
@@ -87,10 +87,14 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
     name = wanted.topology.name
     with (
         _terminated_like_interrupted(),
-        locked(wanted.known, purpose="up", wait_s=LOCK_WAIT_S) as (fleet, lost),
+        locked(
+            wanted.known, purpose="up", wait_s=LOCK_WAIT_S, needed=wanted.topology.used_hosts()
+        ) as fleet,
     ):
-        for error in lost.values():
+        for error in fleet.lost.values():
             report(Event("note", str(error)))
+        for host in fleet.late:
+            report(Event("note", f"{host}: no answer yet; what may run there is left as it is"))
         records = fleet.observe()
         ask = {"models": wanted.places}
         probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
@@ -172,7 +176,7 @@ def _plan(
         key: _facts(wanted, key, hosts[key], probes[hosts[key].name]) for key in t.used_hosts()
     }
     observed = [r.observed() for r in records]
-    busy = {key: probes[host.name]["listening"] for key, host in hosts.items()}
+    busy = {k: probes[h.name]["listening"] for k, h in hosts.items() if h.name in probes}
     services = command.services(t, allocate_ports(t, observed, busy), facts)
     plan = make_plan(t.name, services, observed)
     return replace(plan, notes=remarks(plan))

@@ -100,6 +100,11 @@ class Machine:
         high, low = map(int, self.address.split(".")[2:])
         return f"fd77::{high << 8 | low:x}"
 
+    @property
+    def mac(self) -> str:
+        """Its own, so that it is the same machine to others after a reboot."""
+        return "02:77:" + ":".join(f"{int(n):02x}" for n in self.address.split("."))
+
     # ---- life ----
 
     def prepare(self, client_key: str) -> None:
@@ -225,8 +230,8 @@ class Machine:
         return sorted(p.name for p in Path("/proc", str(self.pid), "root", "dev/shm").iterdir())
 
     def files(self) -> list[str]:
-        """Below PDCTL_HOME, but for the copy of the shim and what `down` keeps of logs."""
-        kept = (".shim", ".last")
+        """Below PDCTL_HOME, but for the copy of the shim and what `down` keeps: last logs, audit."""
+        kept = (".shim", ".last", ".audit")
         found = (p.relative_to(self.base) for p in self.base.rglob("*"))
         return sorted(str(p) for p in found if p.parts[0] not in kept and p.name != ".locks")
 
@@ -304,7 +309,8 @@ class Cluster:
             self._wires += 1
             wire = f"w{self._wires}"
             commands += [
-                f"link add {wire} type veth peer name eth0 netns {machine.pid}",
+                f"link add {wire} type veth peer name eth0 address {machine.mac} "
+                f"netns {machine.pid}",
                 f"link set {wire} master br0 up",
             ]
         _ip(self._holder.pid, *commands)
@@ -334,11 +340,15 @@ class Cluster:
                 "route add 10.78.0.1 dev eth0",
             )
 
-    def reboot(self, machine: Machine) -> None:
-        machine.halt()
+    def boot(self, machine: Machine) -> None:
+        """Switch it on again after `halt`: same disk, new boot id."""
         machine.boot()
         self.attach(machine)
         machine.await_up()
+
+    def reboot(self, machine: Machine) -> None:
+        machine.halt()
+        self.boot(machine)
 
     def write_ssh_config(self, **more: str) -> None:
         """Name every machine; `more`: lines for one of them, by its name with `_` for `-`."""
