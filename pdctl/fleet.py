@@ -16,7 +16,7 @@ from pdctl.agent import CALL_TIMEOUT_S, Session, shim_call
 from pdctl.errors import HostsFailed, Locked, PdctlError
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
-from pdctl.ssh import Routes, SshHost
+from pdctl.remote import Routes, SshHost
 
 FAN_OUT = 64
 """Hosts talked to at once. Threads only wait: with few, a host that is off would delay others."""

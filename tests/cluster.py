@@ -230,7 +230,7 @@ class Machine:
         return sorted(p.name for p in Path("/proc", str(self.pid), "root", "dev/shm").iterdir())
 
     def files(self) -> list[str]:
-        """Below PDCTL_HOME, but for the copy of the shim and what `down` keeps: last logs, audit."""
+        """Below PDCTL_HOME, but for the shim, and what `down` keeps: last logs, audit."""
         kept = (".shim", ".last", ".audit")
         found = (p.relative_to(self.base) for p in self.base.rglob("*"))
         return sorted(str(p) for p in found if p.parts[0] not in kept and p.name != ".locks")

@@ -23,7 +23,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "__init__ errors events services shim sizes yaml_marks",
         "topology_schema topology_checks topology wheelfile models wheels lockfile state init ask",
         "plan batches command",
-        "hosts ssh records",
+        "hosts remote records",
         "agent health routing preflight",
         "fleet sending",
         "find",
@@ -183,7 +183,7 @@ def test_the_shim_needs_only_the_standard_library() -> None:
 def test_one_package_speaks_ssh() -> None:
     for path in sources("pdctl"):
         roots = {name.split(".")[0] for name in imports(path)}
-        assert path.parent.name == "ssh" or not roots & {"fabric", "paramiko", "invoke"}, path
+        assert path.parent.name == "remote" or not roots & {"fabric", "paramiko", "invoke"}, path
 
 
 # ---- size and form -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ SCRIPT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pdctl.errors import PdctlError
-from pdctl.ssh import Routes, SshHost
+from pdctl.remote import Routes, SshHost
 routes = Routes()
 def one(name):
     host = SshHost(name, name, routes=routes)

@@ -18,8 +18,8 @@ from supervision import Home, Site, eventually, free_port, gone
 
 from pdctl import ops
 from pdctl.errors import HostCommandError, HostUnreachable, StateError
-from pdctl.ssh import SshHost
-from pdctl.ssh.config import parse_settings
+from pdctl.remote import SshHost
+from pdctl.remote.config import parse_settings
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 pytestmark = pytest.mark.ssh

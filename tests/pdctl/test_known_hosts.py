@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdctl.ssh.known_hosts import HostKey, append, look_up
+from pdctl.remote.known_hosts import HostKey, append, look_up
 
 KEY = HostKey("ssh-ed25519", "AAAAC3NzaC1lZDI1NTE5AAAAIBuzgPi8pVAHOdQ0eBeZ4ylvKEQ58MtY8uAMDHxPoXNR")
 OTHER = HostKey(

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from pdctl.errors import HostCommandError, HostUnreachable
 from pdctl.hosts import PIECE_BYTES, STALL_S, Channel, Result, unpack
-from pdctl.ssh.config import CONNECT_TIMEOUT_S, StepFailed
-from pdctl.ssh.connect import Routes
+from pdctl.remote.config import CONNECT_TIMEOUT_S, StepFailed
+from pdctl.remote.connect import Routes
 
 _STEP_MS = 200
 _BASE = "pdctl's home: "

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pdctl.ssh import known_hosts
-from pdctl.ssh.config import SSH_PORT, SshSettings, StepFailed, resolve
-from pdctl.ssh.known_hosts import HostKey
+from pdctl.remote import known_hosts
+from pdctl.remote.config import SSH_PORT, SshSettings, StepFailed, resolve
+from pdctl.remote.known_hosts import HostKey
 
 PER_SERVER = 8
 """Logins at once to one sshd: by default it starts to drop them beyond 10."""
@@ -224,7 +224,7 @@ def _handshake(settings: SshSettings, sock: Any) -> Any:
     import fabric
     import paramiko
 
-    from pdctl.ssh.login import Login
+    from pdctl.remote.login import Login
 
     timeout = settings.connect_timeout_s
     known = known_hosts.look_up(settings.known_hosts, settings.known_as)

@@ -11,7 +11,7 @@ Fabric and paramiko are imported in here only, and only when a host needs them.
 
 from __future__ import annotations
 
-from pdctl.ssh.connect import Routes
-from pdctl.ssh.host import SshHost
+from pdctl.remote.connect import Routes
+from pdctl.remote.host import SshHost
 
 __all__ = ["Routes", "SshHost"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import paramiko
 
-from pdctl.ssh.config import SshSettings, StepFailed
+from pdctl.remote.config import SshSettings, StepFailed
 
 
 class Login:
