@@ -1,4 +1,4 @@
-# make install | quickstart | test | lint | bench-handover | clean
+# make install | quickstart | test | lint | bench-handover | soak | clean
 PYTHON ?= python3
 # The version that is tested. On PyPI this is a CUDA build of several GB; on a machine without a GPU,
 # `make install TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the small CPU build instead.
@@ -11,7 +11,7 @@ TOPOLOGY ?= topologies/quickstart.yaml
 QUESTION ?= What is the capital of France? Answer in one sentence.
 NATIVE := $(wildcard native/CMakeLists.txt native/src/*)
 
-.PHONY: install install-test model quickstart test lint bench-handover clean
+.PHONY: install install-test model quickstart test lint bench-handover soak clean
 
 install: $(VENV)/.installed
 
@@ -62,6 +62,13 @@ test: install-test model lint
 
 bench-handover: model
 	$(BIN)/python tests/bench/handover.py
+
+# Random faults with a checker on every token and ledger, then memory over 10,000 hand-overs.
+SOAK_SECONDS ?= 300
+HANDOVERS ?= 10000
+soak: install-test
+	$(BIN)/python tests/soak.py --seconds $(SOAK_SECONDS)
+	$(BIN)/python tests/soak.py --handovers $(HANDOVERS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
