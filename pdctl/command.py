@@ -81,6 +81,7 @@ def _router(topology: Topology, ports: Ports, facts: Mapping[str, HostFacts]) ->
         ports=dict(ports["router"]),
         bind=listen_address(topology, host, topology.router.bind),
         url=_router_url(topology, ports),
+        supervisor=topology.supervisor,
     )
 
 
@@ -107,6 +108,7 @@ def _instance(
         url=_url(contact_address(topology, instance.host), ports[instance.name]["http"]),
         shm_prefix=_shm_prefix(topology, instance.name, host),
         cpu_buffer_bytes=group.cpu_buffer if isinstance(group, DecodeGroup) else 0,
+        supervisor=topology.supervisor,
     )
 
 

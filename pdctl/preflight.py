@@ -40,7 +40,8 @@ def probe_request(services: Sequence[ServiceSpec], models: Collection[str]) -> d
     """
     ports = [[port, s.bind] for s in services for port in s.ports.values()]
     pythons = sorted({s.argv[0] for s in services})
-    return {"ports": ports, "models": list(models), "pythons": pythons}
+    systemd = any(s.supervisor == "systemd" for s in services)
+    return {"ports": ports, "models": list(models), "pythons": pythons, "systemd": systemd}
 
 
 def check_host(
@@ -53,6 +54,8 @@ def check_host(
     problems = [f"{host}: {facts['unwritable']}"] if facts["unwritable"] else []
     problems += [f"{host}: {p} does not exist" for p in facts["missing"]]
     problems += [f"{host}: {p} cannot be read" for p in facts["unreadable"]]
+    if facts["systemd"]:
+        problems.append(f"{host}: supervisor: systemd: {facts['systemd']}")
     # Of the services to start, strays of an earlier life may hold a port: the start sweeps them.
     gone = {f"{s.deployment}/{s.name}" for s in starting}
     gone |= {f"{r.deployment}/{r.name}" for r in leaving}

@@ -43,6 +43,8 @@ class ServiceSpec:
     """Shared memory segments whose names start with `<shm_prefix>.` are this service's and go with
     it."""
     cpu_buffer_bytes: int = 0
+    supervisor: Literal["shim", "systemd"] = "shim"
+    """systemd: the shim's supervisor runs in a scope of the user's systemd."""
 
     @property
     def hash(self) -> str:

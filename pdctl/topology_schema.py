@@ -202,6 +202,7 @@ class Topology(Section):
     startup_timeout: Seconds = 300.0
     request_timeout: Seconds = 600.0
     drain_timeout: Seconds = 30.0
+    supervisor: Literal["shim", "systemd"] = "shim"
     hosts: Annotated[dict[HostKey, Host], Field(min_length=1)]
     router: Router = Router()
     prefill: tuple[PrefillGroup, ...] = ()

@@ -19,9 +19,10 @@ import sys
 import time
 from typing import Any
 
-from . import probe
+from . import probe, systemd
 from .deployment import forget_when_empty
 from .files import Refused, private_dir, write_json, write_private
+from .logs import last_lines
 from .procs import MARKER, Proc, marked, send
 from .service import OWN_FILES, Service, service_names
 
@@ -126,14 +127,18 @@ def _launch(service: Service, lock: int) -> None:
     log = os.open(service.path("out.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     result, report = os.pipe()
     shim = [sys.executable, "-I", "-S", sys.argv[0]]
+    argv = [*shim, "supervise", service.dir, str(lock), str(report)]
+    env = {**inherited(), MARKER: service.dir}
+    if systemd.wanted(service):
+        argv, env = systemd.scope_argv(service, argv), {**env, **systemd.environment()}
     try:
         supervisor = subprocess.Popen(
-            [*shim, "supervise", service.dir, str(lock), str(report)],
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             cwd="/",
-            env={**inherited(), MARKER: service.dir},
+            env=env,
             pass_fds=(lock, report),
             start_new_session=True,
         )
@@ -145,13 +150,19 @@ def _launch(service: Service, lock: int) -> None:
         answer = os.read(result, 8192) if ready else b""
     finally:
         os.close(result)
-    error = json.loads(answer)["error"] if answer else "its supervisor did not answer"
+    error = json.loads(answer)["error"] if answer else _last_words(service)
     if error:
         if not answer:
             supervisor.kill()
         supervisor.wait()
         _sweep([service], time.monotonic() + SWEEP_TIMEOUT_S)
         raise Refused("start", f"{service.name}: {error}")
+
+
+def _last_words(service: Service) -> str:
+    """Of a supervisor that did not answer, or of systemd-run in front of it."""
+    said = last_lines(service.path("out.log"), os.path.getsize(service.path("out.log")), 1)
+    return f"its supervisor did not answer{''.join(f': {line}' for line in said)}"
 
 
 # ---- stop ----------------------------------------------------------------------------------------
@@ -217,6 +228,8 @@ def _terminate(service: Service, marks: dict[str, list[Proc]], grace: float) -> 
 
 def _sweep(services: list[Service], deadline: float) -> dict[str, set[int]]:
     """KILL all that is verified to belong to the services, until there is nothing."""
+    for service in filter(systemd.wanted, services):
+        systemd.end(service)
     killed: dict[str, set[int]] = {}
     while services:
         marks = marked(os.path.dirname(services[0].dir))

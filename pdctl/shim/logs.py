@@ -44,7 +44,7 @@ def tail(service: Service, request: dict[str, Any]) -> list[str] | None:
     for candidate in (path, last_log(service)):
         try:
             size = os.stat(candidate).st_size
-            return last_lines(candidate, size, request)
+            return last_lines(candidate, size, int(request["lines"]), request.get("since_s"))
         except FileNotFoundError:
             continue
     return None
@@ -55,9 +55,8 @@ def last_log(service: Service) -> str:
     return os.path.join(base, ".last", deployment, service.name + ".out.log")
 
 
-def last_lines(path: str, end: int, request: dict[str, Any]) -> list[str]:
+def last_lines(path: str, end: int, lines: int, since_s: float | None = None) -> list[str]:
     """Of the log up to `end`."""
-    lines, since_s = int(request["lines"]), request.get("since_s")
     window = SINCE_WINDOW if since_s is not None else max(65536, 256 * lines)
     with open(path, "rb") as f:
         start = max(0, end - window)
@@ -132,7 +131,8 @@ class LogReader:
         self.first: list[str] = []
         self.inode, self.offset = after if after else self._look()
         if after is None and self.inode:
-            self.first = last_lines(self.path, self.offset, request)
+            lines, since_s = int(request["lines"]), request.get("since_s")
+            self.first = last_lines(self.path, self.offset, lines, since_s)
 
     def _look(self) -> tuple[int, int]:
         try:

@@ -12,7 +12,7 @@ import pwd
 import socket
 from typing import Any
 
-from . import provision, versions
+from . import provision, systemd, versions
 from .procs import marker_of
 from .store import model_cache
 
@@ -35,6 +35,7 @@ def probe(base: str, request: dict[str, Any]) -> dict[str, Any]:
         "code": provision.current(base),
         "versions": {p: versions.ask(p) for p in request.get("pythons", [])},
         "model": place,
+        "systemd": systemd.why_not() if request.get("systemd") else "",
     }
 
 

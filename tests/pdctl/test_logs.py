@@ -190,16 +190,16 @@ def test_since_reads_the_time_in_the_lines(
     log = tmp_path / "log"
     log.write_text(f"banner\n{stamp(900)}old\n  old too\n{stamp(20)}new\n  new too\n")
     size = log.stat().st_size
-    found = last_lines(str(log), size, {"lines": 99, "since_s": since_s})
+    found = last_lines(str(log), size, 99, since_s)
     assert [line.rpartition("INFO ")[2] for line in found] == shown
 
 
 def test_since_of_a_log_without_times_goes_by_the_file(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("no time here\n")
-    assert last_lines(str(log), 13, {"lines": 9, "since_s": 60}) == ["no time here"]
+    assert last_lines(str(log), 13, 9, 60) == ["no time here"]
     os.utime(log, (0, 1000))
-    assert last_lines(str(log), 13, {"lines": 9, "since_s": 60}) == []
+    assert last_lines(str(log), 13, 9, 60) == []
 
 
 def test_times_as_people_write_them() -> None:
