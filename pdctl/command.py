@@ -185,8 +185,10 @@ def _worker_env(instance: Instance) -> dict[str, str]:
     if group.threads is not None:
         env = {name: str(group.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     if group.devices:
-        # The instance sees only its own GPU, as cuda:0: nothing it does can touch another.
-        env["CUDA_VISIBLE_DEVICES"] = str(group.devices[instance.replica])
+        # The instance sees only its own GPUs, from cuda:0 on: nothing it does can touch another.
+        first = instance.replica * group.tp_size
+        own = group.devices[first : first + group.tp_size]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
     return env | group.env
 
 

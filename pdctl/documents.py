@@ -200,7 +200,7 @@ def _service(service: ServiceStatus, screen: Screen) -> list[Cell | str]:
     symbol, style = _HEALTH[service.health]
     return [
         service.name,
-        service.role,
+        _role(service),
         service.host,
         str(service.pid or "-"),
         service.state,
@@ -210,6 +210,11 @@ def _service(service: ServiceStatus, screen: Screen) -> list[Cell | str]:
         _kv_moved(service),
         _held(service),
     ]
+
+
+def _role(service: ServiceStatus) -> str:
+    ranks = service.tp_size or 1
+    return service.role if ranks == 1 else f"{service.role} (tp {ranks})"
 
 
 def _kv_moved(service: ServiceStatus) -> str:

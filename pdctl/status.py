@@ -44,6 +44,8 @@ class ServiceStatus:
     supervised: bool
     exit: dict[str, Any] | None
     strays: tuple[int, ...]
+    tp_size: int | None = None
+    """Processes, or GPUs, that compute it together. None: not known, or it computes nothing."""
     peers: dict[str, str | None] = field(default_factory=dict)
     """Path to each peer, None where down."""
     kv_bytes: dict[str, int] = field(default_factory=dict)
@@ -181,6 +183,7 @@ def _service(
         supervised=record.supervised,
         exit={**asdict(last), "text": str(last)} if last else None,
         strays=record.strays,
+        tp_size=ledger.get("tp_size"),
         peers={name: peer.get("path") for name, peer in (ledger.get("peers") or {}).items()},
         kv_bytes={
             key.removeprefix(_KV_COUNTER): int(value)

@@ -116,19 +116,23 @@ def _roles(topology: Topology, broken: Broken) -> Iterator[Finding]:
 
 def _groups(topology: Topology, broken: Broken) -> Iterator[Finding]:
     for path, group in _listed(topology):
-        if group.tp_size > 1:
-            what = f"tensor parallelism ({group.tp_size}) is not supported yet"
-            yield Finding((*path, "tp_size"), what, "use 1, and more replicas for more throughput")
-        elif (
-            group.devices
-            and len(group.devices) != group.replicas
-            and not broken.touches((*path, "replicas"))
-        ):
-            what = f"names {len(group.devices)} GPUs for {group.replicas} replicas"
-            yield Finding((*path, "devices"), what, "give one GPU number for each replica")
+        touched = any(broken.touches((*path, key)) for key in ("replicas", "tp_size", "devices"))
+        if group.devices and not touched:
+            yield from _gpus(path, group)
         for name in sorted(set(group.secrets) & set(group.env)):
             what = f"{name} is in secrets too"
             yield Finding((*path, "env", name), what, "keep the one in secrets")
+
+
+def _gpus(path: Path, group: Group) -> Iterator[Finding]:
+    if group.tp_size > 1 and path[0] != "mixed":
+        what = f"{group.tp_size} GPUs for one instance work for mixed ones only"
+        yield Finding((*path, "tp_size"), what, "use 1, and more replicas for more throughput")
+    elif len(group.devices) != group.replicas * group.tp_size:
+        ranks = f" of tp_size {group.tp_size}" if group.tp_size > 1 else ""
+        each = f"{group.tp_size} GPU numbers" if group.tp_size > 1 else "one GPU number"
+        what = f"names {len(group.devices)} GPUs for {group.replicas} replicas{ranks}"
+        yield Finding((*path, "devices"), what, f"give {each} for each replica")
 
 
 def _kv_alike(topology: Topology, broken: Broken) -> Iterator[Finding]:

@@ -101,6 +101,7 @@ class Endpoints:
             {
                 "name": self._instance.config.name,
                 "role": self._instance.config.role,
+                "tp_size": self._instance.config.tp_size,
                 "incarnation": ready.incarnation if ready else None,
                 "idle": stats.ledger.idle() and not active,
                 "front_requests": active,

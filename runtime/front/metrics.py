@@ -47,10 +47,11 @@ class _CoreTotals(Collector):
 
 
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, tp_size: int = 1) -> None:
         self._registry = registry = CollectorRegistry()
         self._core = _CoreTotals()
         registry.register(self._core)
+        Gauge("pdctl_tp_size", "Ranks that compute together.", registry=registry).set(tp_size)
         self.requests = Counter(
             "pdctl_requests", "Answers by status.", ["endpoint", "status"], registry=registry
         )

@@ -65,7 +65,7 @@ def serve_worker(config: WorkerConfig, core_argv: CoreArgv) -> int:
     with bind(config.listen) as listener:
         tokenizer = load_tokenizer(Path(config.model.path))
         core = CoreClient(core_argv, own_leg=own_leg(config), instance=config.name)
-        instance = Instance(config, tokenizer, core, Metrics())
+        instance = Instance(config, tokenizer, core, Metrics(config.tp_size))
         return uvloop.run(_Worker(instance, token, gate, listener).run())
 
 

@@ -330,6 +330,7 @@ def test_health_ready_ledger_metrics(front: Any) -> None:
     assert ready["ready"] and ready["waiting_for"] is None and ready["incarnation"] == "inc-1"
     assert ready["peers"] == {"prefill-0": {"path": "shm", "reason": ""}}
     ledger = front.get("/ledger")
+    assert ledger["tp_size"] == 1
     assert ledger["idle"] and set(ledger["ledger"].values()) == {0}
     connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=10)
     connection.request("GET", "/metrics")
@@ -342,6 +343,7 @@ def test_health_ready_ledger_metrics(front: Any) -> None:
         "pdctl_core_generates_total",
         'pdctl_held{what="requests"} 0.0',
         "pdctl_running 0.0",
+        "pdctl_tp_size 1.0",
     ):
         assert line in text, line
 

@@ -162,6 +162,16 @@ def test_the_reference_uses_every_option(tmp_path: Path) -> None:
     )
 
 
+def test_each_replica_has_as_many_gpus_as_ranks() -> None:
+    group = {"tp_size": 2, "replicas": 2, "devices": (4, 5, 2, 3)}
+    topology = Topology.model_validate(
+        {"name": "t", "model": "m", "hosts": {"a": {}}, "mixed": (group,)}
+    )
+    _, first, second = specs(topology)
+    assert first.env["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert second.env["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
 def test_an_ipv6_host(tmp_path: Path) -> None:
     topology = Topology.model_validate(
         {

@@ -272,6 +272,13 @@ def service(name: str, health: Health = "healthy", **more: object) -> ServiceSta
     return ServiceStatus(**(fields | more))  # type: ignore[arg-type]
 
 
+def test_an_instance_of_several_ranks_says_so() -> None:
+    services = (service("prefill-0", tp_size=2), service("decode-0", tp_size=1))
+    lines = status_text(DeploymentStatus("demo", "http://r", services), PLAIN).splitlines()
+    assert "prefill (tp 2)" in next(line for line in lines if line.startswith("prefill-0"))
+    assert "tp" not in next(line for line in lines if line.startswith("decode-0")).split("http")[0]
+
+
 def test_a_healthy_deployment_word_for_word() -> None:
     found = DeploymentStatus(
         "demo",

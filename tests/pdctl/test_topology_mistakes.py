@@ -168,10 +168,17 @@ CASES = {
         HEAD + "mixed:\n  - replicas: 0\n",
         ["5: mixed[0].replicas: must be at least 1, not 0"],
     ),
-    "tensor parallelism": (
-        HEAD + "mixed:\n  - tp_size: 2\n    devices: [0, 1]\n",
+    "GPUs for tensor parallelism": (
+        HEAD + "mixed:\n  - tp_size: 2\n    replicas: 2\n    devices: [0, 1]\n",
         [
-            "5: mixed[0].tp_size: tensor parallelism (2) is not supported yet; "
+            "7: mixed[0].devices: names 2 GPUs for 2 replicas of tp_size 2; "
+            "give 2 GPU numbers for each replica"
+        ],
+    ),
+    "tensor parallelism of prefill on GPUs": (
+        HEAD + "prefill:\n  - tp_size: 2\n    devices: [0, 1]\ndecode: [{devices: 2}]\n",
+        [
+            "5: prefill[0].tp_size: 2 GPUs for one instance work for mixed ones only; "
             "use 1, and more replicas for more throughput"
         ],
     ),
@@ -362,7 +369,7 @@ router:
   port: 99999
 prefill:
   - host: b
-    tp_size: 4
+    tp_size: 0
   - 7
 decode:
   - kv_cache: 1XB
