@@ -20,8 +20,11 @@ using Stream = void (*)(std::byte* dst, const std::byte* src, size_t nbytes);
 constexpr size_t kLine = 64;
 constexpr size_t kStep = 4 * kLine;
 
-// Shorter runs are likely still in a cache when they are read again, and gain nothing.
-constexpr size_t kStreamFrom = size_t{32} << 10;
+// Less is likely still in a cache when it is read again, and gains nothing.
+constexpr uint64_t kStreamFrom = uint64_t{32} << 10;
+
+// Of many runs, as of a block's parts on tensor-parallel ranks, those from this size on gain.
+constexpr size_t kStreamRun = size_t{2} << 10;
 
 #if defined(__x86_64__)
 // Stores that go past the cache, so that the destination's old bytes are not read first: 1.3 to 1.5
@@ -81,7 +84,7 @@ bool overlap(const std::byte* dst, const std::byte* src, size_t nbytes) {
 }
 
 void copy_one(std::byte* dst, const std::byte* src, size_t nbytes, Stream stream) {
-  if (stream == nullptr || nbytes < kStreamFrom || overlap(dst, src, nbytes)) {
+  if (stream == nullptr || nbytes < kStreamRun || overlap(dst, src, nbytes)) {
     std::memmove(dst, src, nbytes);
     return;
   }
@@ -108,10 +111,11 @@ int64_t first_bad_run(const Run* runs, size_t count, uint64_t dst_nbytes, uint64
 uint64_t copy_runs(std::byte* dst, const std::byte* src, const Run* runs, size_t count) {
   static const Stream stream = choose();
   uint64_t total = 0;
+  for (size_t i = 0; i < count; ++i) total += static_cast<uint64_t>(runs[i].length);
+  const Stream chosen = total < kStreamFrom ? nullptr : stream;
   for (size_t i = 0; i < count; ++i) {
-    const size_t nbytes = static_cast<size_t>(runs[i].length);
-    copy_one(dst + runs[i].dst_offset, src + runs[i].src_offset, nbytes, stream);
-    total += nbytes;
+    copy_one(dst + runs[i].dst_offset, src + runs[i].src_offset,
+             static_cast<size_t>(runs[i].length), chosen);
   }
   finish_streams();
   return total;
