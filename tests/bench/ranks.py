@@ -46,8 +46,9 @@ def copier(pools: PoolMap, what: str) -> Callable[[], None]:
     """One hand-over's worth of copies, the computation of the runs included."""
     order = np.random.default_rng(0).permutation(pools.num_blocks).tolist()
     whole = list(range(pools.num_blocks))
-    pool, buffer = np.ones(pools.nbytes, np.uint8), np.ones(
-        pools.num_blocks * pools.model.block_bytes, np.uint8
+    pool, buffer = (
+        np.ones(pools.nbytes, np.uint8),
+        np.ones(pools.num_blocks * pools.model.block_bytes, np.uint8),
     )
 
     def copy() -> None:
