@@ -96,7 +96,7 @@ def manager(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     try:
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
         init = int(eventually(lambda: children.read_text().split()[:1], 30)[0])
-        socket = Path(f"/proc/{init}/root/run/user/{os.getuid()}/systemd/private")
+        socket = Path("/proc", str(init), "root", f"run/user/{os.getuid()}/systemd/private")
         ended = lambda: outer.poll() is not None  # noqa: E731
         if not eventually(lambda: socket.exists() or (ended() and "ended"), 30) or ended():
             pytest.skip(f"no manager: {(home.root / 'manager.log').read_text()[-300:]}")
@@ -149,7 +149,7 @@ def test_the_cgroup_finds_what_nothing_else_would(home: Home, site: Site, manage
     manager.linger()
     path = str(site.topology(supervisor="systemd"))
     assert manager.pdctl("up", path).returncode == 0
-    groups = Path(f"/proc/{manager.init}/root/sys/fs/cgroup")
+    groups = Path("/proc", str(manager.init), "root", "sys/fs/cgroup")
     (group,) = (p.parent for p in groups.rglob("pdctl-demo-decode-0*/cgroup.procs"))
     members = [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
     join = f"echo $$ > /sys/fs/cgroup/{group.relative_to(groups)}/cgroup.procs"
