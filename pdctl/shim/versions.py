@@ -66,15 +66,16 @@ def version_of(*names: str) -> str:
 def report() -> dict[str, Any]:
     """`code` is empty without a runtime, `native` says why the extension cannot be loaded."""
     found = importlib.util.find_spec("runtime")
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    # Where `__init__` is: an install in place has a second folder, with the extension alone.
+    folder = os.path.dirname(found.origin) if found is not None and found.origin else ""
     answer = {
         "python": platform.python_version(),
         "runtime": version_of(*DISTRIBUTIONS),
-        "code": fingerprint(folders[0]) if folders else "",
+        "code": fingerprint(folder) if folder else "",
         "torch": version_of("torch"),
         "native": "",
     }
-    if folders:
+    if folder:
         try:
             importlib.import_module("runtime._native")
         except ImportError as e:
