@@ -14,7 +14,7 @@ import typer
 
 from pdctl import __version__
 from pdctl.bench.cli import bench_command
-from pdctl.cli_change import plan, up
+from pdctl.cli_change import drain, plan, restart, up
 from pdctl.cli_edge import (
     AsJson,
     FileOption,
@@ -169,6 +169,8 @@ def ask(
 app.command("sync")(sync)
 app.command("up")(up)
 app.command("plan")(plan)
+app.command("restart")(restart)
+app.command("drain")(drain)
 app.command("status")(status)
 app.command("logs")(logs)
 app.command("audit")(audit)

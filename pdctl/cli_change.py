@@ -1,4 +1,4 @@
-"""Commands that change what a deployment runs: plan, up; and what they ask before they do it."""
+"""Commands that change what runs: plan, up, restart, drain; and what is asked before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdctl.cli_edge import AsJson, advise, errors_as, print_json
+from pdctl.cli_edge import (
+    AsJson,
+    FileOption,
+    HostOption,
+    NameOption,
+    advise,
+    errors_as,
+    print_json,
+    where,
+)
 from pdctl.errors import EXIT_DEGRADED, EXIT_OK, PdctlError, UsageError
 
 if TYPE_CHECKING:
@@ -120,3 +129,85 @@ def approver(yes: bool) -> Callable[[Plan], None]:
             raise PdctlError("nothing was changed")
 
     return approve
+
+
+def restart(
+    services: Annotated[
+        list[str] | None, typer.Argument(metavar="[SERVICE]...", help="Default: all.")
+    ] = None,
+    rolling: Annotated[
+        bool,
+        typer.Option(
+            "--rolling",
+            help="One instance after the other, each drained first; the router only when named.",
+        ),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="How long running requests may go on. Default: the topology's drain_timeout.",
+        ),
+    ] = None,
+    wait_timeout: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long each may take to be ready.")
+    ] = 300.0,
+    name: NameOption = None,
+    file: FileOption = None,
+    host: HostOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start services again as they are.
+
+    With --rolling no request is lost as long as there are two instances of a role: one is drained,
+    restarted, ready and linked before the next. Stops at the first that does not come back.
+    """
+    from pdctl import ops
+    from pdctl.output import Progress, duration
+
+    options = ops.RestartOptions(tuple(services or ()), rolling, timeout, wait_timeout)
+    with errors_as(as_json), Progress() as report:
+        result = ops.restart(name, options, report, where(file, host))
+    if as_json:
+        print_json(result.to_json())
+    else:
+        how = f"({len(result.restarted)} restarted, {duration(result.seconds)})"
+        typer.echo(f"{result.name}: {', '.join(result.restarted) or 'nothing'} restarted  {how}")
+
+
+def drain(
+    service: Annotated[str, typer.Argument(help="An instance: decode-0, prefill-1, ...")],
+    undo: Annotated[bool, typer.Option("--undo", help="Let it have new requests again.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="How long to wait for what runs. Default: the topology's drain_timeout.",
+        ),
+    ] = None,
+    name: NameOption = None,
+    file: FileOption = None,
+    host: HostOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give an instance no new requests; wait until it has finished those it has.
+
+    Exits with 3 when it has not finished in time: it stays drained. A restart ends the drain.
+    """
+    from pdctl import ops
+    from pdctl.output import Progress
+
+    with errors_as(as_json), Progress() as report:
+        options = ops.DrainOptions(undo, timeout)
+        result = ops.drain(name, service, options, report, where(file, host))
+    if as_json:
+        print_json(result.to_json())
+    elif undo:
+        typer.echo(f"{service} gets requests again")
+    else:
+        what = f"still has {result.left} under way" if result.left else "has nothing under way"
+        typer.echo(f"{service} gets no new requests and {what}")
+        advise(f"pdctl restart {service}   pdctl drain {service} --undo")
+    raise typer.Exit(EXIT_DEGRADED if result.left else EXIT_OK)

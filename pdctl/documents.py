@@ -137,6 +137,7 @@ _HEALTH: dict[Health, tuple[str, Style]] = {
     "healthy": ("ok", "good"),
     "starting": ("waiting", "warn"),
     "unready": ("failed", "warn"),
+    "draining": ("waiting", "warn"),
     "down": ("failed", "bad"),
 }
 _COLUMNS = (

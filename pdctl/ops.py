@@ -1,6 +1,7 @@
 """What the command line can do to deployments: the façade over its parts.
 
 plan_up, up        bring a deployment to what its topology says
+restart, drain     renew what runs; keep new requests away from an instance
 down, down_orphans stop it and prove that nothing is left; or only what the topology lost
 status, logs, audit   look at it
 show_lock, break_locks  the lock on it
@@ -14,12 +15,14 @@ from __future__ import annotations
 from pdctl.audit import AuditEntry, audit
 from pdctl.collect import collect
 from pdctl.down import DownResult, StoppedService, down, down_orphans
+from pdctl.drain import DrainOptions, DrainResult, drain
 from pdctl.events import Event, EventKind, Report, silent
 from pdctl.execute import Command, on_host, on_service
 from pdctl.find import Where, deployments, resolve_name
 from pdctl.locks import LockHolder, LockReport, break_locks
 from pdctl.locks import show as show_lock
 from pdctl.logs import LogLine, LogQuery, logs
+from pdctl.restart import RestartOptions, RestartResult, restart
 from pdctl.status import DeploymentStatus, ServiceStatus, status
 from pdctl.up import UpOptions, UpResult, plan_up, up
 
@@ -34,11 +37,15 @@ __all__ = [
     "show_lock",
     "DeploymentStatus",
     "DownResult",
+    "DrainOptions",
+    "DrainResult",
     "Event",
     "EventKind",
     "LogLine",
     "LogQuery",
     "Report",
+    "RestartOptions",
+    "RestartResult",
     "ServiceStatus",
     "StoppedService",
     "UpOptions",
@@ -47,10 +54,12 @@ __all__ = [
     "deployments",
     "down",
     "down_orphans",
+    "drain",
     "logs",
     "on_host",
     "on_service",
     "plan_up",
+    "restart",
     "silent",
     "status",
     "resolve_name",

@@ -19,10 +19,11 @@ from pdctl.hosts import Host
 from pdctl.locks import LockHolder, holders
 from pdctl.records import ServiceRecord
 
-Health = Literal["healthy", "starting", "unready", "down"]
+Health = Literal["healthy", "starting", "unready", "draining", "down"]
 """
 starting  its process is there, but does not answer yet
 unready   it answers, and says that it cannot serve
+draining  it could serve, but the router was told to give it nothing new
 down      its process is gone
 """
 _KV_COUNTER = "kv_bytes_"
@@ -164,7 +165,7 @@ def _service(
         reason = "; ".join(filter(None, ["orphan: not in the topology any more", reason]))
     spec, last = record.spec, record.exit
     ledger: dict[str, Any] = {}
-    if spec and spec.role != "router" and health in ("healthy", "unready"):
+    if spec and spec.role != "router" and health in ("healthy", "unready", "draining"):
         _, ledger = get_json(f"{spec.url}/ledger")
     counters: dict[str, float] = ledger.get("counters") or {}
     held: dict[str, int] = ledger.get("ledger") or {}
@@ -210,6 +211,9 @@ def _health(
         return "starting", readiness.reason
     if not readiness.ready:
         return "unready", readiness.reason
+    if registered.get("state") == "draining":
+        count = int(registered.get("in_flight", 0))
+        return "draining", f"it gets no new requests; {count or 'none'} under way"
     if registered.get("state", "ready") != "ready":
         return "unready", f"the router says: {registered.get('reason') or registered['state']}"
     odd = "" if record.supervised else "its supervisor was killed: its exit will not be recorded"

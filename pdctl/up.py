@@ -86,7 +86,7 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
     wanted = _read(path, report)
     name = wanted.topology.name
     with (
-        _terminated_like_interrupted(),
+        terminated_like_interrupted(),
         locked(
             wanted.known, purpose="up", wait_s=LOCK_WAIT_S, needed=wanted.topology.used_hosts()
         ) as fleet,
@@ -243,7 +243,7 @@ def _remember(wanted: Wanted, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM raises KeyboardInterrupt, so that a CI system's timeout rolls back as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield

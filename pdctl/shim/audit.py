@@ -19,7 +19,7 @@ CAP_BYTES = 256 << 10
 
 def changes(what: str, answer: dict[str, Any]) -> list[tuple[str, str]]:
     """(service, what became of it) for everything that a request really changed."""
-    if what == "start" and answer["started"]:
+    if what in ("start", "again") and answer["started"]:
         pid = answer["service"]["identity"]["service"]["pid"]
         return [(answer["service"]["service"], f"started, pid {pid}")]
     if what == "stop":
@@ -42,7 +42,8 @@ def _stopped(report: dict[str, Any]) -> str:
 
 def failed(request: dict[str, Any], error: Exception) -> list[tuple[str, str]]:
     spec = request.get("spec") or {}
-    return [(name, f"failed: {error}") for name in (spec.get("name") or "",)]
+    name = spec.get("name") or request.get("service") or ""
+    return [(name, f"failed: {error}")]
 
 
 def record(base: str, request: dict[str, Any], done: list[tuple[str, str]]) -> None:

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from . import probe, systemd
@@ -43,14 +44,8 @@ def start(base: str, request: dict[str, Any]) -> dict[str, Any]:
     wanted = request["spec"]
     service = Service(base, wanted["deployment"], wanted["name"])
     fresh = _make_dirs(base, service)
-    lock = os.open(service.path("lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        # Held by a supervisor that is ending, or whose `start` was killed before it saw the result.
-        held = not _lock_within(lock, REPORT_TIMEOUT_S, service)
-        if held or "service" in service.live():
-            return _already(service, request["hash"])
-        _sweep([service], time.monotonic() + SWEEP_TIMEOUT_S)
-        service.unlink_segments()
+
+    def prepare() -> None:
         try:
             _write_files(service, request)
         except (OSError, Refused):
@@ -58,6 +53,33 @@ def start(base: str, request: dict[str, Any]) -> dict[str, Any]:
                 shutil.rmtree(service.dir, ignore_errors=True)
                 forget_when_empty(base, service.deployment)
             raise
+
+    return _start(service, request["hash"], prepare)
+
+
+def again(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Start a service as it was started last: its spec, files, token and environment are there."""
+    service = Service(base, request["deployment"], request["service"])
+    if not (service.spec and os.path.exists(service.path("env"))):
+        raise Refused("start", f"{service.name}: it was never started", "`pdctl up` starts it")
+
+    def prepare() -> None:
+        _clear_records(service)
+        _record_intent(service, request)
+
+    return _start(service, service.hash, prepare)
+
+
+def _start(service: Service, wanted: str, prepare: Callable[[], None]) -> dict[str, Any]:
+    lock = os.open(service.path("lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        # Held by a supervisor that is ending, or whose `start` was killed before it saw the result.
+        held = not _lock_within(lock, REPORT_TIMEOUT_S, service)
+        if held or "service" in service.live():
+            return _already(service, wanted)
+        _sweep([service], time.monotonic() + SWEEP_TIMEOUT_S)
+        service.unlink_segments()
+        prepare()
         _launch(service, lock)
     finally:
         os.close(lock)
@@ -96,13 +118,9 @@ def _already(service: Service, wanted: str) -> dict[str, Any]:
 
 def _write_files(service: Service, request: dict[str, Any]) -> None:
     spec = request["spec"]
-    for old in ("identity.json", "exit.json", "family.json", "stop.json"):
-        if os.path.exists(service.path(old)):
-            os.unlink(service.path(old))
-    intent = {"at": time.time(), "by": request.get("by", {})}
-    record = {"spec": spec, "hash": request["hash"], "intent": intent}
-    write_json(service.path("spec.json"), record)
-    service.spec, service.hash, service.intent = spec, request["hash"], intent
+    _clear_records(service)
+    service.spec, service.hash = spec, request["hash"]
+    _record_intent(service, request)
     private = {**spec.get("files", {}), **request.get("secret_files", {})}
     for name, text in private.items():
         if os.path.basename(name) != name or name.startswith(".") or name in OWN_FILES:
@@ -114,8 +132,21 @@ def _write_files(service: Service, request: dict[str, Any]) -> None:
     # SPT_NOENV: a service that retitles itself with setproctitle leaves its environment in place.
     env.update({MARKER: service.dir, "SPT_NOENV": "1"})
     write_json(service.path("env"), env)
+
+
+def _clear_records(service: Service) -> None:
+    """Of its last life. One earlier log is kept."""
+    for old in ("identity.json", "exit.json", "family.json", "stop.json"):
+        if os.path.exists(service.path(old)):
+            os.unlink(service.path(old))
     if os.path.exists(service.path("out.log")):
         os.replace(service.path("out.log"), service.path("out.log.1"))
+
+
+def _record_intent(service: Service, request: dict[str, Any]) -> None:
+    service.intent = {"at": time.time(), "by": request.get("by", {})}
+    record = {"spec": service.spec, "hash": service.hash, "intent": service.intent}
+    write_json(service.path("spec.json"), record)
 
 
 def inherited() -> dict[str, str]:

@@ -43,6 +43,7 @@ READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
 CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "register": deployment.register,
     "start": control.start,
+    "again": control.again,
     "stop": control.stop,
     "purge": control.purge,
     "offer": store.offer,

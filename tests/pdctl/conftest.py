@@ -7,9 +7,11 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from supervision import STUB, Home, Lab, Site
+from changing import DECODE, PREFILL, Demo
+from supervision import STUB, Home, Lab, Site, free_port
 
 from pdctl.hosts import LocalHost
 
@@ -58,3 +60,15 @@ def site(home: Home) -> Site:
     model = home.root / "model.gguf"
     model.write_bytes(b"GGUF" + bytes(60))
     return Site(home, python, model)
+
+
+@pytest.fixture
+def demo(site: Site) -> Demo:
+    """Writes the topology of `changing`, with these sections instead of the usual ones."""
+    router = {"host": "local", "port": free_port()}
+
+    def write(**sections: Any) -> Path:
+        sections["router"] = router | sections.pop("router", {})
+        return site.topology(**{"prefill": [PREFILL], "decode": [DECODE]} | sections)
+
+    return write

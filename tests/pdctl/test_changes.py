@@ -4,76 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from supervision import Home, Site, eventually, free_port, free_run
+from changing import DECODE, PORTS, PREFILL, Demo, Told, pids, states, up
+from supervision import Home, eventually
 
 from pdctl import ops
 from pdctl.errors import PdctlError, ServiceFailed
-from pdctl.health import get_json
 from pdctl.plan import Plan
-
-# Ports of their own: other deployments on this machine take those that pdctl would choose.
-PORTS = free_run(8)
-Demo = Callable[..., Path]
-PREFILL: dict[str, Any] = {
-    "host": "local",
-    "kv_cache": "1MiB",
-    "port": PORTS[0],
-    "peer_port": PORTS[2],
-}
-DECODE: dict[str, Any] = {
-    "host": "local",
-    "kv_cache": "1MiB",
-    "cpu_buffer": "1MiB",
-    "port": PORTS[4],
-}
-
-
-@pytest.fixture
-def demo(site: Site) -> Demo:
-    """Writes the topology, with these sections instead of the usual ones."""
-    router = {"host": "local", "port": free_port()}
-
-    def write(**sections: Any) -> Path:
-        sections["router"] = router | sections.pop("router", {})
-        return site.topology(**{"prefill": [PREFILL], "decode": [DECODE]} | sections)
-
-    return write
-
-
-class Told:
-    """Events of a run, as words."""
-
-    def __init__(self) -> None:
-        self.events: list[ops.Event] = []
-
-    def __call__(self, event: ops.Event) -> None:
-        self.events.append(event)
-
-    def order(self, *kinds: str) -> list[str]:
-        return [f"{e.kind} {e.service}" for e in self.events if e.kind in kinds]
-
-    def notes(self) -> str:
-        return "\n".join(e.text for e in self.events if e.kind == "note")
-
-
-def up(path: Path, report: ops.Report = ops.silent, **options: Any) -> ops.UpResult:
-    return ops.up(path, ops.UpOptions(**options), report)
-
-
-def pids() -> dict[str, int | None]:
-    return {s.name: s.pid for s in ops.status("demo").services}
-
-
-def states(home: Home) -> dict[str, str]:
-    token = (home.dir("demo", "router") / "token").read_text().strip()
-    url = home.record("demo", "router", "spec.json")["spec"]["url"]
-    _, body = get_json(f"{url}/internal/instances", token=token)
-    return {i["name"]: i["state"] for i in body["instances"]}
 
 
 def test_more_prefill_leaves_decode_alone(home: Home, demo: Demo) -> None:

@@ -47,7 +47,20 @@ def test_the_version() -> None:
 
 def test_every_command_is_there_and_has_a_one_line_summary() -> None:
     text = invoke("--help").output
-    commands = ["up", "plan", "status", "logs", "down", "ask", "bench", "validate", "init", "model"]
+    commands = [
+        "up",
+        "plan",
+        "restart",
+        "drain",
+        "status",
+        "logs",
+        "down",
+        "ask",
+        "bench",
+        "validate",
+        "init",
+        "model",
+    ]
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
     for command in commands:
         assert command in lines, command

@@ -38,6 +38,29 @@ def test_start_and_status_and_stop(lab: Lab) -> None:
     assert (last["exit"]["signal"], last["exit"]["asked"]) == (15, True)
 
 
+def test_again_is_as_it_was(lab: Lab) -> None:
+    with pytest.raises(HostCommandError, match="a: it was never started"):
+        lab.call("again", {"deployment": "demo", "service": "a"})
+    code = f"import os; print(os.environ['K'], open('token').read(), flush=True); {SLEEP}"
+    spec = lab.spec(code, env={"K": "v"}, secrets=("S",))
+    lab.start(spec, token="t0ken", secret_env={"S": "hush"})
+    directory = lab.home.dir("demo", "a")
+    eventually(lambda: "up" in (directory / "out.log").read_text())
+    assert (directory / "out.log").read_text() == "v t0ken\n\nup\n"
+    assert lab.call("again", {"deployment": "demo", "service": "a"})["started"] is False
+    before = lab.status()
+    lab.stop()
+    assert lab.call("again", {"deployment": "demo", "service": "a"})["started"] is True
+    after = lab.status()
+    assert after["state"] == "running" and after["exit"] is None
+    assert (after["spec"], after["hash"]) == (before["spec"], before["hash"])
+    assert after["intent"]["at"] > before["intent"]["at"]
+    eventually(lambda: (directory / "out.log").read_text() == "v t0ken\n\nup\n")
+    assert (directory / "out.log.1").read_text() == "v t0ken\n\nup\n"
+    assert json.loads((directory / "env").read_text())["S"] == "hush"
+    lab.stop()
+
+
 def test_everything_written_is_private(lab: Lab) -> None:
     os.umask(0)
     try:

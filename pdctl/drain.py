@@ -1,0 +1,98 @@
+"""Keep new requests away from one instance, and wait until it has finished those it has.
+
+It goes on running. The mark holds until it is taken back, or the instance is restarted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pdctl.draining import Drain
+from pdctl.errors import PdctlError, UsageError
+from pdctl.events import Event, Report
+from pdctl.find import ANYWHERE, Where, locked, whereabouts
+from pdctl.fleet import Fleet
+from pdctl.restart import hosts_of
+from pdctl.routing import RouterClient
+from pdctl.services import ServiceSpec
+
+LOCK_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    name: str
+    service: str
+    draining: bool
+    left: str
+    """What is still under way, in words; empty: nothing."""
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "pdctl.drain/1",
+            "name": self.name,
+            "service": self.service,
+            "draining": self.draining,
+            "left": self.left,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOptions:
+    undo: bool = False
+    timeout_s: float | None = None
+    """How long to wait; None: the topology's drain_timeout."""
+
+
+def drain(
+    name: str | None, service: str, options: DrainOptions, report: Report, where: Where = ANYWHERE
+) -> DrainResult:
+    """Raises UsageError for what cannot be drained."""
+    begun = time.monotonic()
+    known = whereabouts(name, where)
+    purpose = f"drain {service}" + (" --undo" if options.undo else "")
+    needed = hosts_of(known, ("router", service))
+    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
+        running = [r.spec for r in fleet.observe(scan=False) if r.spec and r.alive]
+        spec = _instance(running, service, known.name)
+        router = router_of(fleet, running)
+        router.drain(service, not options.undo)
+    left = ""
+    if not options.undo:
+        warn_if_alone(running, spec, report)
+        seconds = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
+        left = Drain(router, running, [spec]).wait(seconds, report).get(service, "")
+    seconds = time.monotonic() - begun
+    return DrainResult(known.name, service, not options.undo, left, seconds)
+
+
+def router_of(fleet: Fleet, running: Iterable[ServiceSpec]) -> RouterClient:
+    """Raises PdctlError when none runs."""
+    router = next((s for s in running if s.role == "router"), None)
+    token = fleet.token() if router else None
+    if router is None or token is None:
+        raise PdctlError(
+            f"the router of {fleet.deployment} does not run", hint="`pdctl up` starts it"
+        )
+    return RouterClient(router.url, token)
+
+
+def _instance(running: Iterable[ServiceSpec], name: str, deployment: str) -> ServiceSpec:
+    instances = {s.name: s for s in running if s.role != "router"}
+    if name in instances:
+        return instances[name]
+    if name == "router":
+        raise UsageError("the router cannot be drained: it is what drains the others")
+    there = f"what runs: {', '.join(sorted(instances))}" if instances else "nothing runs"
+    raise UsageError(f"{deployment} has no running instance {name}", hint=there)
+
+
+def warn_if_alone(running: Iterable[ServiceSpec], spec: ServiceSpec, report: Report) -> None:
+    others = {s.role for s in running if s.name != spec.name}
+    if not ({spec.role, "mixed"} & others or (spec.role == "mixed" and "decode" in others)):
+        report(Event("note", f"{spec.name} is the only one: new requests get 503 until it is back"))

@@ -1,0 +1,134 @@
+"""Start services again as they are: all at once, or one after the other without losing a request.
+
+Works from the records on the hosts alone. What is restarted keeps its files, token and secrets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdctl.batches import batches, remarks
+from pdctl.errors import PdctlError, UsageError
+from pdctl.events import Event, Report
+from pdctl.find import ANYWHERE, Where, locked, whereabouts
+from pdctl.fleet import Fleet
+from pdctl.launch import Launch, Patience
+from pdctl.plan import Plan, Step
+from pdctl.records import ServiceRecord
+from pdctl.routing import RouterClient, View
+from pdctl.services import ServiceSpec
+from pdctl.state import KnownDeployment
+from pdctl.up import terminated_like_interrupted
+
+LOCK_WAIT_S = 3.0
+READY_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartOptions:
+    services: tuple[str, ...] = ()
+    """None: all; with `rolling` all but the router."""
+    rolling: bool = False
+    timeout_s: float | None = None
+    """How long running requests may go on; None: the topology's drain_timeout."""
+    wait_timeout_s: float = READY_S
+
+
+@dataclass(frozen=True, slots=True)
+class RestartResult:
+    name: str
+    restarted: tuple[str, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "pdctl.restart/1",
+            "name": self.name,
+            "restarted": list(self.restarted),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def restart(
+    name: str | None, options: RestartOptions, report: Report, where: Where = ANYWHERE
+) -> RestartResult:
+    """Stops at the first service that does not come back, and raises; the others go on running."""
+    begun = time.monotonic()
+    known = whereabouts(name, where)
+    purpose = "restart --rolling" if options.rolling else "restart"
+    needed = hosts_of(known, options.services)
+    with (
+        terminated_like_interrupted(),
+        locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet,
+    ):
+        records = fleet.observe()
+        chosen = _chosen(records, options, known.name)
+        plan = Plan(known.name, tuple(_step(r, chosen) for r in records if r.spec or r.alive))
+        view = _view(fleet, plan)
+        if options.rolling:
+            _refuse_the_last(plan, view)
+        for text in remarks(plan, rolling=options.rolling):
+            report(Event("note", text))
+        serving = {n for n, r in (view or {}).items() if r.state == "ready"} | {"router"}
+        launch = Launch(fleet, plan, {}, report, awaited=frozenset(serving if view else ()))
+        drain_s = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
+        patience = Patience(drain_s=drain_s, ready_s=options.wait_timeout_s)
+        launch.carry_out(batches(plan, rolling=options.rolling), patience)
+    return RestartResult(known.name, tuple(launch.started), time.monotonic() - begun)
+
+
+def hosts_of(known: KnownDeployment, services: Collection[str]) -> set[str] | None:
+    """Keys of the hosts that are to have these (none named: all). None: not known, so all hosts."""
+    hosts = {host for host, name in known.services if not services or name in services}
+    return hosts & known.hosts.keys() or None
+
+
+def _chosen(
+    records: Sequence[ServiceRecord], options: RestartOptions, deployment: str
+) -> Collection[str]:
+    names = sorted(r.name for r in records)
+    if not names:
+        raise UsageError(f"there is no deployment {deployment}", hint="`pdctl up` starts one")
+    unknown = [s for s in options.services if s not in names]
+    if unknown:
+        raise UsageError(
+            f"{deployment} has no service {unknown[0]}", hint=f"its services: {', '.join(names)}"
+        )
+    return options.services or [n for n in names if not (options.rolling and n == "router")]
+
+
+def _step(record: ServiceRecord, chosen: Collection[str]) -> Step:
+    if record.spec is None and record.name in chosen:
+        raise PdctlError(
+            f"{record.name}: its record was written by another version of pdctl",
+            hint="`pdctl up` replaces it",
+        )
+    spec = record.spec or ServiceSpec(record.deployment, record.name, "mixed", record.host, ())
+    kind, reason = ("restart", "asked for") if record.name in chosen else ("keep", "not asked for")
+    return Step(kind, spec, reason, record.spec, running=record.alive)  # type: ignore[arg-type]
+
+
+def _view(fleet: Fleet, plan: Plan) -> View | None:
+    """The router's, as far as there is one."""
+    router = next((s.service for s in plan.steps if s.running and s.service.role == "router"), None)
+    token = fleet.token() if router else None
+    return RouterClient(router.url, token).view() if router and token else None
+
+
+def _refuse_the_last(plan: Plan, view: View | None) -> None:
+    """The only one of its role that serves is not restarted while others could, but do not."""
+    serving = {name for name, routed in (view or {}).items() if routed.state == "ready"}
+    restarting = [s.service for s in plan.of("restart")]
+    for service in restarting:
+        alike = [s.service.name for s in plan.steps if s.service.role == service.role]
+        idle = [n for n in alike if n not in serving]
+        chosen = [s.name for s in restarting if s.role == service.role]
+        if service.name in serving and len(chosen) == 1 and idle and len(idle) == len(alike) - 1:
+            raise PdctlError(
+                f"{service.name} is the only {service.role} instance that serves now: "
+                f"{', '.join(idle)} {'does' if len(idle) == 1 else 'do'} not",
+                hint=f"`pdctl restart {idle[0]}` first, or leave out --rolling",
+            )
