@@ -138,7 +138,24 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     seq: int
 
 
-Command = Generate | Abort | GetStats | SetPeers
+class Measure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Decode: move `blocks` blocks once, `run` neighbours at a time, and say how long it took.
+
+    path    from the peer's device pool into the CPU buffer, as KV moves
+    socket  as many bytes from the peer by a plain socket loop
+    memcpy  as many bytes within this host, by one thread, into the CPU buffer
+    """
+
+    what: Literal["path", "socket", "memcpy"]
+    peer: str
+    blocks: int
+    run: int = 1
+    seq: int = 0
+    """Set by the front."""
+
+
+Command = Generate | Abort | GetStats | SetPeers | Measure
+
 
 # ---- engine core -> front ------------------------------------------------------------------------
 
@@ -222,6 +239,18 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return not any(msgspec.structs.astuple(self))
 
 
+class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to Measure. With `error` there are no numbers."""
+
+    seq: int
+    path: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    status: int = 200
+    """The HTTP status that the error deserves."""
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     ledger: Ledger
@@ -237,7 +266,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     swap_in_seconds, preemptions, ..."""
 
 
-Event = CoreReady | PeerState | PeerGone | Tokens | Failed | Stats
+Event = CoreReady | PeerState | PeerGone | Tokens | Failed | Stats | Measured
 
 # ---- rank 0 <-> the other ranks of its instance --------------------------------------------------
 
@@ -324,16 +353,27 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     seq: int
 
 
+class HelloPlain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """First message on a connection that measures the network alone: after Pong and one byte from
+    decode, prefill sends `nbytes` with a plain socket loop, in pieces of `piece`, and hangs up."""
+
+    nbytes: int
+    piece: int
+
+
 class PathTest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Put `pattern`, repeated to one block, into `block`; answered by KvReady or PrefillFailed for
-    `nonce`."""
+    """Put `pattern`, repeated to one block, into each of `blocks`; answered by KvReady or
+    PrefillFailed for `nonce`."""
 
     nonce: int
-    block: int
+    blocks: tuple[int, ...]
     pattern: bytes
+    """Empty: whatever is in the device pool, to measure the way that KV takes."""
+    run: int = 1
+    """So many neighbouring blocks come from one place, and so move as one."""
 
 
-PeerRequest = Hello | HelloData | Prefill | Cancel | Ping | PathTest
+PeerRequest = Hello | HelloData | HelloPlain | Prefill | Cancel | Ping | PathTest
 
 # ---- prefill -> decode ---------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ from runtime.protocol import (
     Generate,
     GetStats,
     Ledger,
+    Measure,
+    Measured,
     SetPeers,
     Stats,
 )
@@ -156,6 +158,7 @@ class _Core:
         self._engine: Engine | None = None
         self._link: Link[Command] | None = None
         self._stop = asyncio.Event()
+        self._measuring: set[asyncio.Task[None]] = set()
 
     async def run(self, front: socket.socket) -> int:
         loop = asyncio.get_running_loop()
@@ -183,6 +186,9 @@ class _Core:
         finally:
             receiving.cancel()
             stopping.cancel()
+            for task in self._measuring:
+                task.cancel()
+            await asyncio.gather(*self._measuring, return_exceptions=True)
             if self._role:
                 await self._role.close()
             await thread.stop(_LOST_STOP_S if ranks.lost.done() else _ENGINE_STOP_S)
@@ -267,6 +273,10 @@ class _Core:
             case SetPeers():
                 if self._role:
                     self._role.set_peers(command.peers)
+            case Measure():
+                task = asyncio.create_task(self._measure(command), name="measure")
+                self._measuring.add(task)
+                task.add_done_callback(self._measuring.discard)
             case GetStats():
                 self._send(self._stats(command.seq))
 
@@ -285,6 +295,13 @@ class _Core:
             self._link.send(event)
         except LinkClosed:
             self._stop.set()
+
+    async def _measure(self, ask: Measure) -> None:
+        if self._role is None:
+            error = f"{self._config.name} is still starting"
+            self._send(Measured(seq=ask.seq, error=error, status=503))
+        else:
+            self._send(await self._role.measure(ask))
 
     def _stats(self, seq: int) -> Stats:
         if self._role is None or self._engine is None:

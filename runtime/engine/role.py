@@ -15,6 +15,8 @@ from runtime.protocol import (
     Event,
     Generate,
     Ledger,
+    Measure,
+    Measured,
     PeerAddress,
     PeerState,
     RequestId,
@@ -57,6 +59,10 @@ class Role(ABC):
 
     @abstractmethod
     def abort(self, request_id: RequestId) -> None: ...
+
+    async def measure(self, ask: Measure) -> Measured:
+        """How fast KV comes here. Only decode instances have an answer."""
+        return Measured(seq=ask.seq, error="only decode instances measure transfers", status=400)
 
     @abstractmethod
     def set_peers(self, peers: Mapping[str, PeerAddress]) -> None:

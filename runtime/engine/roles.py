@@ -26,12 +26,15 @@ from runtime.protocol import (
     Generate,
     Hello,
     Ledger,
+    Measure,
+    Measured,
     PeerAddress,
     PeerState,
     RequestId,
 )
 from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.handoff_prefill import PrefillHandoff
+from runtime.transfer.measure import Measurer
 from runtime.transfer.peer_server import Local, PeerServer
 from runtime.transfer.peer_sessions import PeerSessions
 from runtime.transfer.tcp import own_streams
@@ -129,6 +132,7 @@ class DecodeRole(Role):
         self._sessions = PeerSessions(
             self._hello(), parts.token, self._handoff, parts.mailbox.post, config.prefill_peers
         )
+        self._measurer = Measurer(self._handoff, self._lanes.swap_in, self._sessions.dial)
 
     async def start(self) -> None:
         """Decode listens to nobody; it dials, once it may send events."""
@@ -150,6 +154,9 @@ class DecodeRole(Role):
             block_bytes=self._buffer.block_bytes,
             streams=own_streams(),
         )
+
+    async def measure(self, ask: Measure) -> Measured:
+        return await self._measurer.measure(ask)
 
     def set_peers(self, peers: Mapping[str, PeerAddress]) -> None:
         self._sessions.set(peers)

@@ -45,7 +45,7 @@ class Gate:
     def admit(self, request: web.Request) -> Caller:
         """Raises RequestError (401) without a valid key or the router's word."""
         internal = self._is_internal(request)
-        if not internal and self._keys and not self._has_key(request):
+        if not internal and self._keys and not self._is_bearer(request, self._keys):
             raise RequestError(
                 "a valid API key is required (Authorization: Bearer KEY)",
                 status=401,
@@ -59,15 +59,25 @@ class Gate:
             deadline_s=_seconds(headers.get(HEADER_DEADLINE), self._default_deadline_s),
         )
 
+    def vouch(self, request: web.Request) -> None:
+        """For routes of the deployment's own. Raises RequestError (401) without its token."""
+        if not self._is_bearer(request, [self._token]):
+            raise RequestError(
+                "this needs the deployment's token as `Authorization: Bearer TOKEN`",
+                status=401,
+                code="invalid_token",
+            )
+
     def _is_internal(self, request: web.Request) -> bool:
         given = request.headers.get(HEADER_TOKEN)
         return given is not None and hmac.compare_digest(_raw(given), self._token)
 
-    def _has_key(self, request: web.Request) -> bool:
+    @staticmethod
+    def _is_bearer(request: web.Request, keys: Sequence[bytes]) -> bool:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         key = _raw(given.strip())
         # Every key is compared, so that the time does not tell which one was close.
-        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        matches = [hmac.compare_digest(key, known) for known in keys]
         return scheme.lower() == "bearer" and any(matches)
 
 

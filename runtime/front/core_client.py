@@ -16,6 +16,8 @@ import socket
 from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from runtime.errors import CapacityError, Leg, LegError
 from runtime.link import Link, LinkClosed
 from runtime.protocol import (
@@ -25,6 +27,8 @@ from runtime.protocol import (
     Failed,
     Generate,
     GetStats,
+    Measure,
+    Measured,
     PeerAddress,
     PeerGone,
     PeerState,
@@ -100,7 +104,7 @@ class CoreClient:
         self._process: Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._flows: dict[RequestId, Flow] = {}
-        self._stats: dict[int, asyncio.Future[Stats]] = {}
+        self._answers: dict[int, asyncio.Future[Stats | Measured]] = {}
         self._seq = itertools.count()
         self._stopping = False
         self.ready: CoreReady | None = None
@@ -179,7 +183,7 @@ class CoreClient:
         ]
         for failure in failures:
             self._flows.pop(failure.id).put(failure)
-        for waiting in self._stats.values():
+        for waiting in self._answers.values():
             waiting.cancel()
         self._notify()
         assert self._process is not None
@@ -207,8 +211,8 @@ class CoreClient:
             case PeerGone():
                 self.peers.pop(event.name, None)
                 self._notify()
-            case Stats():
-                waiting = self._stats.pop(event.seq, None)
+            case Stats() | Measured():
+                waiting = self._answers.pop(event.seq, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(event)
 
@@ -257,16 +261,26 @@ class CoreClient:
 
     async def stats(self, timeout: float) -> Stats:
         """What the core holds now. Raises LegError when it is gone or does not answer in time."""
+        answer = await self._ask(GetStats(next(self._seq)), timeout)
+        assert isinstance(answer, Stats)
+        return answer
+
+    async def measure(self, ask: Measure, timeout: float) -> Measured:
+        """Raises LegError like `stats`; what else goes wrong is in the answer."""
+        answer = await self._ask(msgspec.structs.replace(ask, seq=next(self._seq)), timeout)
+        assert isinstance(answer, Measured)
+        return answer
+
+    async def _ask(self, command: GetStats | Measure, timeout: float) -> Stats | Measured:
         link = self._alive_link()
-        seq = next(self._seq)
-        answer = self._stats[seq] = asyncio.get_running_loop().create_future()
+        answer = self._answers[command.seq] = asyncio.get_running_loop().create_future()
         try:
-            link.send(GetStats(seq))
+            link.send(command)
             done, _ = await asyncio.wait([answer], timeout=timeout)
         except LinkClosed as e:
             raise self._gone() from e
         finally:
-            self._stats.pop(seq, None)
+            self._answers.pop(command.seq, None)
         if not done or answer.cancelled():
             raise LegError(
                 "the engine core does not answer",
@@ -274,8 +288,8 @@ class CoreClient:
                 instance=self._instance,
                 timeout=not done,
             )
-        stats: Stats = answer.result()
-        return stats
+        result: Stats | Measured = answer.result()
+        return result
 
     def _alive_link(self) -> Link[Event]:
         if self._link is None or not self.alive:

@@ -10,13 +10,16 @@ import os
 import msgspec
 from aiohttp import web
 
-from runtime.errors import LegError
+from runtime.errors import LegError, RequestError
 from runtime.front.admission import encode_text, read_body
 from runtime.front.auth import Gate
 from runtime.front.http_errors import json_response
 from runtime.front.instance import STATS_TIMEOUT_S, Instance
 from runtime.front.openai_types import DetokenizeBody, TokenizeBody, parse_body
-from runtime.protocol import PeerState, Stats
+from runtime.protocol import Measure, PeerState, Stats
+
+MEASURE_TIMEOUT_S = 60.0
+"""The core has a shorter deadline of its own."""
 
 
 class Endpoints:
@@ -115,6 +118,19 @@ class Endpoints:
                 "peers": {name: _peer(peer) for name, peer in stats.peers.items()},
             }
         )
+
+    async def measure(self, http: web.Request) -> web.Response:
+        """Moves blocks once from a prefill peer, or beside it by memcpy or a plain socket loop."""
+        self._gate.vouch(http)
+        try:
+            ask = msgspec.json.decode(await http.read(), type=Measure)
+        except msgspec.MsgspecError as e:
+            raise RequestError(f"measure: {e}") from e
+        found = await self._instance.core.measure(ask, MEASURE_TIMEOUT_S)
+        if found.error:
+            error = {"message": found.error, "type": "measure_error", "param": None}
+            return json_response({"error": error}, status=found.status)
+        return json_response({"path": found.path, "nbytes": found.nbytes, "seconds": found.seconds})
 
     async def metrics(self, _: web.Request) -> web.Response:
         instance = self._instance

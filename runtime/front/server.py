@@ -223,6 +223,7 @@ def build_app(instance: Instance, gate: Gate) -> web.Application:
             web.get("/ready", endpoints.ready),
             web.get("/ledger", endpoints.ledger),
             web.get("/metrics", endpoints.metrics),
+            web.post("/internal/measure", endpoints.measure),
         ]
     )
     app.on_response_prepare.append(_name_request)

@@ -25,6 +25,8 @@ class DecodeSession:
     writer: Writer
     requests: dict[int, DecodeRequest] = field(default_factory=dict)
     """By nonce: asked of the peer, and their KV not all in the device pool yet."""
+    answers: dict[int, asyncio.Future[PeerReply]] = field(default_factory=dict)
+    """By nonce: who waits for the end of a path test."""
 
     @property
     def path(self) -> str:

@@ -9,7 +9,6 @@ thread; nothing here waits except `end_session`.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 from collections import defaultdict
 from functools import partial
@@ -24,7 +23,6 @@ from runtime.engine.contract import (
     Produced,
 )
 from runtime.errors import TransferError
-from runtime.kv.region import Region
 from runtime.kv.swap import Copy, split_blocks
 from runtime.link import LinkClosed
 from runtime.protocol import (
@@ -44,6 +42,7 @@ from runtime.protocol import (
     Released,
     RequestId,
 )
+from runtime.transfer.path_test import test_fits, test_pieces
 from runtime.transfer.prefill_request import Answer, Outgoing, PrefillSession
 from runtime.transfer.tcp import STALL_S
 
@@ -151,22 +150,13 @@ class PrefillHandoff:
         return self._layout.num_blocks_in(session.hello.segment_bytes)
 
     def _path_test(self, session: PrefillSession, message: PathTest) -> None:
-        """Put real bytes where the peer will look for them, on the lane that all KV takes."""
-        nonce, size, sender = message.nonce, self._layout.block_bytes, session.sender
-        if (
-            sender is None
-            or not message.pattern
-            or not 0 <= message.block < self._blocks_of(session)
-        ):
-            why = "path test without a data connection, a pattern or a block of the buffer"
+        """Put bytes where the peer asked for them, on the lane that all KV takes."""
+        nonce, sender = message.nonce, session.sender
+        if sender is None or not test_fits(message, self._blocks_of(session)):
+            why = "path test without a data connection, or not into blocks of the buffer"
             self._tell(session, PrefillFailed(nonce=nonce, message=why, status=400, leg="transfer"))
             return
-        repeats = -(-size // len(message.pattern))
-        data = ctypes.create_string_buffer((message.pattern * repeats)[:size], size)
-        runs = self._layout.block_runs([0], [message.block])
-
-        def put() -> None:
-            sender.put(nonce, Region(ctypes.addressof(data), size), runs)
+        began = self._loop.time()
 
         def end(error: TransferError | None) -> None:
             if error:
@@ -175,9 +165,12 @@ class PrefillHandoff:
                     PrefillFailed(nonce=nonce, message=str(error), status=502, leg="transfer"),
                 )
             elif not session.lost:
-                self._tell(session, KvReady(nonce=nonce, nbytes=size, transfer_s=0.0))
+                nbytes = len(message.blocks) * self._layout.block_bytes
+                seconds = self._loop.time() - began
+                self._tell(session, KvReady(nonce=nonce, nbytes=nbytes, transfer_s=seconds))
 
-        session.lane.submit(Copy([put], lambda _: None, end))
+        pieces = test_pieces(message, sender, self._engine)
+        session.lane.submit(Copy(pieces, lambda _: None, end))
 
     def _tell(self, session: PrefillSession, message: PeerReply) -> None:
         if session.lost:

@@ -10,31 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from dataclasses import dataclass, field
 
 from runtime.config import Address, PeerConfig
 from runtime.errors import RuntimeFailure, TransferError
-from runtime.kv.buffer import Reservation
 from runtime.kv.swap import Post
 from runtime.link import Link, LinkClosed, authenticate_client
 from runtime.protocol import (
     Hello,
-    KvReady,
-    PathTest,
     PeerReply,
     Ping,
-    PrefillFailed,
     Refused,
-    Released,
     Welcome,
 )
 from runtime.transfer.base import Receiver, ReceiverEvents
 from runtime.transfer.decode_request import DecodeSession
 from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.paths import ReceiverPaths
-from runtime.transfer.reservations import Waiter, Writer
-from runtime.transfer.tcp import memory
+from runtime.transfer.reservations import Writer
+from runtime.transfer.trial import fail_answers, prove_path, took_answer
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +39,6 @@ PATH_TEST_S = 15.0
 PING_S = 0.5
 SILENCE_S = 5.0
 _BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.0)
-_PATTERN_BYTES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +47,6 @@ class _Session(DecodeSession):
 
     writer_stream: asyncio.StreamWriter = field(kw_only=True)
     heard: float = field(kw_only=True)
-    test_nonce: int = 0
-    test_answer: asyncio.Future[PeerReply] | None = None
     why_lost: str = ""
     was_up: bool = False
 
@@ -115,7 +106,7 @@ class PeerClient:
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> _Session:
         async with asyncio.timeout(CONNECT_S):
-            link, stream = await self._dial(stack)
+            link, stream = await self.dial(stack)
         link.send(self._hello)
         async with asyncio.timeout(WELCOME_S):
             welcome = await link.receive()
@@ -135,9 +126,10 @@ class PeerClient:
         self._handoff.session_opened(session)
         return session
 
-    async def _dial(
+    async def dial(
         self, stack: contextlib.AsyncExitStack
     ) -> tuple[Link[PeerReply], asyncio.StreamWriter]:
+        """One more connection, which has proven the token; closed with the stack."""
         address: Address = self._peer.address
         reader, stream = await asyncio.open_connection(address.host, address.port)
         stack.callback(stream.transport.abort)
@@ -153,7 +145,7 @@ class PeerClient:
             on_closed=lambda why: opened[0].abort(why),
         )
         async with asyncio.timeout(CONNECT_S):
-            return await self._paths.open(welcome, self._dial, events)
+            return await self._paths.open(welcome, self.dial, events)
 
     # ---- an open session ------------------------------------------------------------------------
 
@@ -167,17 +159,15 @@ class PeerClient:
             while True:
                 message = await session.link.receive()
                 session.heard = self._loop.time()
-                if session.test_answer and self._is_test_answer(session, message):
-                    if not session.test_answer.done():
-                        session.test_answer.set_result(message)
-                    continue
-                self._handoff.on_peer(session, message)
+                if not took_answer(session, message):
+                    self._handoff.on_peer(session, message)
         except LinkClosed as e:
             session.why_lost = session.why_lost or str(e)
         finally:
             # Before anything is awaited: requests fail in the turn in which the loss was seen.
             session.why_lost = session.why_lost or "this instance stops"
             self._handoff.session_down(session, session.why_lost)
+            fail_answers(session, session.why_lost)
             for task in helpers:
                 task.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
@@ -199,7 +189,7 @@ class PeerClient:
     async def _prove(self, session: _Session) -> None:
         try:
             async with asyncio.timeout(PATH_TEST_S):
-                await self._test_path(session)
+                await prove_path(session, self._handoff.reservations)
         except TimeoutError:
             session.abort(f"the path test got no answer within {PATH_TEST_S:g} s")
         except (TransferError, LinkClosed) as e:
@@ -209,68 +199,3 @@ class PeerClient:
             _log.info("%s is up over %s%s", session.peer, session.path, reason and f" ({reason})")
             session.was_up = True
             self._handoff.peers.up(session)
-
-    async def _test_path(self, session: _Session) -> None:
-        """Have one block of random bytes put into the buffer, and look for them there."""
-        reservation = await self._one_block()
-        nonce, block = reservation.nonce, reservation.blocks[0]
-        reservations = self._handoff.reservations
-        reservations.open_for(session.writer, reservation)
-        pattern = secrets.token_bytes(_PATTERN_BYTES)
-        session.test_nonce = nonce
-        session.test_answer = self._loop.create_future()
-        try:
-            session.link.send(PathTest(nonce=nonce, block=block, pattern=pattern))
-            answer = await session.test_answer
-            if isinstance(answer, PrefillFailed):
-                raise TransferError(answer.message)
-            if not isinstance(answer, KvReady):
-                raise TransferError("the peer gave it back unasked")
-            while session.receiver.landed(nonce, 1) < 1:
-                await asyncio.sleep(0.001)  # tcp: the answer overtook the bytes
-            self._check_block(block, pattern)
-            reservations.terminal(session.writer, nonce)
-        finally:
-            reservations.abandon(session.writer, reservation)
-            session.test_answer = None
-
-    async def _one_block(self) -> Reservation:
-        """The next block that is free: ahead of all requests, which may be waiting for this very
-        peer.
-        """
-        granted: asyncio.Future[Reservation] = self._loop.create_future()
-
-        def take(reservation: Reservation) -> None:
-            if granted.cancelled():
-                self._give_back(reservation)
-            else:
-                granted.set_result(reservation)
-
-        waiter = Waiter(lambda _: 1, take)
-        self._handoff.reservations.join(waiter, first=True)
-        try:
-            return await granted
-        except asyncio.CancelledError:
-            self._handoff.reservations.leave(waiter)
-            if granted.done() and not granted.cancelled():
-                self._give_back(granted.result())
-            raise
-
-    def _give_back(self, reservation: Reservation) -> None:
-        """A block that no peer was told of."""
-        self._buffer.close_writer(reservation)
-        self._buffer.abandon(reservation)
-
-    def _check_block(self, block: int, pattern: bytes) -> None:
-        size = self._buffer.block_bytes
-        found = memory(self._buffer.region)[block * size : (block + 1) * size]
-        wanted = (pattern * (size // len(pattern) + 1))[:size]
-        if found != wanted:
-            raise TransferError("other bytes than those sent are in the buffer")
-
-    @staticmethod
-    def _is_test_answer(session: _Session, message: PeerReply) -> bool:
-        return (
-            isinstance(message, KvReady | PrefillFailed | Released)
-            and message.nonce == session.test_nonce
-        )

@@ -20,6 +20,7 @@ from runtime.protocol import (
     PROTOCOL_VERSION,
     Hello,
     HelloData,
+    HelloPlain,
     PeerRequest,
     Pong,
     Refused,
@@ -28,6 +29,7 @@ from runtime.protocol import (
 from runtime.transfer.handoff_prefill import PrefillHandoff
 from runtime.transfer.identity import own_identity
 from runtime.transfer.paths import OpenedPath, SenderPaths
+from runtime.transfer.plain_stream import MOST_BYTES, send_plain
 from runtime.transfer.prefill_request import PrefillSession
 from runtime.transfer.tcp import TcpSender, detach, own_streams
 
@@ -115,6 +117,8 @@ class PeerServer:
             first = await link.receive()
         if isinstance(first, HelloData):
             await self._join(first, link, writer)
+        elif isinstance(first, HelloPlain):
+            await self._plain(first, link, writer)
         elif isinstance(first, Hello):
             await self._control(first, link, writer)
         else:
@@ -217,6 +221,20 @@ class PeerServer:
         session.joined.append(detach(writer.get_extra_info("socket").fileno()))
         if len(session.joined) == session.streams:
             session.sender = TcpSender(session.joined, self._local.block_bytes)
+
+    async def _plain(
+        self, first: HelloPlain, link: Link[PeerRequest], writer: asyncio.StreamWriter
+    ) -> None:
+        """What this network gives to a plain socket loop."""
+        if not 0 < first.piece <= MOST_BYTES or not 0 < first.nbytes <= MOST_BYTES:
+            raise LinkClosed(f"a plain stream of {first.nbytes:,} bytes")
+        # What comes next is for the thread, not for asyncio.
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        link.send(Pong(0))
+        async with asyncio.timeout(HANDSHAKE_S):
+            await link.drain()
+        sock = detach(writer.get_extra_info("socket").fileno())
+        await asyncio.to_thread(send_plain, sock, first.nbytes, min(first.piece, first.nbytes))
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -17,6 +17,7 @@ from runtime.config import Address, PeerConfig
 from runtime.kv.swap import Post
 from runtime.protocol import Hello, PeerAddress
 from runtime.transfer.handoff_decode import DecodeHandoff
+from runtime.transfer.paths import Dial
 from runtime.transfer.peer_client import PeerClient
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,11 @@ class PeerSessions:
     def start(self) -> None:
         """Dial what the configuration names."""
         self.set({})
+
+    def dial(self, name: str) -> Dial | None:
+        """What opens one more connection to this peer."""
+        dialled = self._dialled.get(name)
+        return dialled.client.dial if dialled else None
 
     def set(self, known: Mapping[str, PeerAddress]) -> None:
         """The router knows these. What the configuration says of a name counts more."""

@@ -92,6 +92,11 @@ class Reservations:
             self._next_nonce += 1
         return reservation
 
+    def give_back(self, reservation: Reservation) -> None:
+        """Blocks that no peer was told of."""
+        self._buffer.close_writer(reservation)
+        self._buffer.abandon(reservation)
+
     def pump(self) -> None:
         """Serve who can be served; called when blocks of the buffer or of the device came free."""
         while self._queue:

@@ -24,6 +24,8 @@ from runtime.protocol import (
     Generate,
     GetStats,
     Ledger,
+    Measure,
+    Measured,
     OutputToken,
     PeerGone,
     PeerState,
@@ -77,6 +79,8 @@ class FakeCore:
                     self.abort(id_)
                 case GetStats(seq=seq):
                     self.link.send(self.stats(seq))
+                case Measure() as ask:
+                    self.link.send(self.measured(ask))
                 case SetPeers(peers=peers):
                     self.set_peers(set(peers))
 
@@ -114,6 +118,12 @@ class FakeCore:
                 "last_named_prefill": float(last is not None and last.prefill == "prefill-0"),
             },
         )
+
+    def measured(self, ask: Measure) -> Measured:
+        if ask.blocks > 32:
+            return Measured(seq=ask.seq, error="no 33 blocks to be had", status=503)
+        path = "shm" if ask.what == "path" else ""
+        return Measured(seq=ask.seq, path=path, nbytes=ask.blocks * 4096, seconds=0.5)
 
     async def generate(self, request: Generate) -> None:
         script = script_of(request)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+TOKEN = b"deployment-token"  # as conftest gives it
+
 
 def request(
     front: Any, method: str, path: str, body: Any = None, **headers: str
@@ -135,3 +137,18 @@ def test_a_request_id_under_way_is_not_taken_twice(start_front: Any) -> None:
     status, answer = request(front, "POST", "/v1/completions", ASK, **internal)
     assert status == 503 and "under way" in answer["error"]["message"]
     first.close()
+
+
+def test_measuring_needs_the_deployments_token(front: Any) -> None:
+    ask = {"what": "path", "peer": "prefill-0", "blocks": 2}
+    for wrong in ({}, {"Authorization": "Bearer nonsense"}):
+        status, answer = request(front, "POST", "/internal/measure", ask, **wrong)
+        assert (status, answer["error"]["code"]) == (401, "invalid_token")
+    vouched = {"Authorization": f"Bearer {TOKEN.decode()}"}
+    status, answer = request(front, "POST", "/internal/measure", ask, **vouched)
+    assert (status, answer) == (200, {"path": "shm", "nbytes": 8192, "seconds": 0.5})
+    status, answer = request(front, "POST", "/internal/measure", ask | {"blocks": 33}, **vouched)
+    assert status == 503 and "no 33 blocks" in answer["error"]["message"]
+    for bad in ({"what": "path"}, ask | {"what": "everything"}, ask | {"blocks": "two"}, []):
+        status, answer = request(front, "POST", "/internal/measure", bad, **vouched)
+        assert status == 400 and answer["error"]["message"].startswith("measure: ")

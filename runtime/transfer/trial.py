@@ -1,0 +1,117 @@
+"""Decode's half of a path test: have the peer put bytes into reserved blocks, and see them arrive.
+
+Owns the waiting for the answer. What the bytes are is the peer's path_test.py; whose blocks they
+are is reservations'. For the asyncio thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from runtime.errors import TransferError
+from runtime.kv.buffer import CpuBuffer, Reservation
+from runtime.protocol import KvReady, PathTest, PeerReply, PrefillFailed, Released
+from runtime.transfer.decode_request import DecodeSession
+from runtime.transfer.reservations import Reservations, Waiter
+from runtime.transfer.tcp import memory
+
+_PATTERN_BYTES = 64
+# tcp: the answer may overtake the bytes.
+_LOOK_S = 0.0002
+
+
+def took_answer(session: DecodeSession, message: PeerReply) -> bool:
+    """Whether the message ends a path test; then whoever waits for that has it."""
+    if not isinstance(message, KvReady | PrefillFailed | Released):
+        return False
+    answer = session.answers.pop(message.nonce, None)
+    if answer is None:
+        return False
+    if not answer.done():
+        answer.set_result(message)
+    return True
+
+
+def fail_answers(session: DecodeSession, why: str) -> None:
+    """The session is lost: nobody will answer."""
+    for answer in session.answers.values():
+        if not answer.done():
+            answer.set_exception(TransferError(f"{session.peer} was lost: {why}"))
+            answer.exception()  # whoever waited may be gone: no warning about it
+    session.answers.clear()
+
+
+async def trial_put(
+    session: DecodeSession,
+    reservations: Reservations,
+    reservation: Reservation,
+    *,
+    pattern: bytes = b"",
+    run: int = 1,
+) -> float:
+    """Seconds from asking until every byte is in the buffer. Raises TransferError.
+
+    The deadline is the caller's, and so is `abandon` in every case.
+    """
+    loop = asyncio.get_running_loop()
+    nonce, blocks = reservation.nonce, reservation.blocks
+    reservations.open_for(session.writer, reservation)
+    answer = session.answers[nonce] = loop.create_future()
+    began = loop.time()
+    session.link.send(PathTest(nonce=nonce, blocks=blocks, pattern=pattern, run=run))
+    message = await answer
+    if isinstance(message, PrefillFailed):
+        reservations.terminal(session.writer, nonce)
+        raise TransferError(message.message)
+    if not isinstance(message, KvReady):
+        raise TransferError("the peer gave it back unasked")
+    while session.receiver.landed(nonce, len(blocks)) < len(blocks):
+        if session.writer.lost:
+            raise TransferError(f"{session.peer} was lost")
+        await asyncio.sleep(_LOOK_S)
+    seconds = loop.time() - began
+    reservations.terminal(session.writer, nonce)
+    return seconds
+
+
+async def prove_path(session: DecodeSession, reservations: Reservations) -> None:
+    """Have one block of random bytes put into the buffer, and look for them there."""
+    reservation = await _one_block(reservations)
+    pattern = secrets.token_bytes(_PATTERN_BYTES)
+    try:
+        await trial_put(session, reservations, reservation, pattern=pattern)
+        _check_block(reservations.buffer, reservation.blocks[0], pattern)
+    finally:
+        reservations.abandon(session.writer, reservation)
+
+
+async def _one_block(reservations: Reservations) -> Reservation:
+    """The next block that is free: ahead of all requests, which may be waiting for this very
+    peer.
+    """
+    granted: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+
+    def take(reservation: Reservation) -> None:
+        if granted.cancelled():
+            reservations.give_back(reservation)
+        else:
+            granted.set_result(reservation)
+
+    waiter = Waiter(lambda _: 1, take)
+    reservations.join(waiter, first=True)
+    try:
+        return await granted
+    except asyncio.CancelledError:
+        reservations.leave(waiter)
+        if granted.done() and not granted.cancelled():
+            reservations.give_back(granted.result())
+        raise
+
+
+def _check_block(buffer: CpuBuffer, block: int, pattern: bytes) -> None:
+    size = buffer.block_bytes
+    found = memory(buffer.region)[block * size : (block + 1) * size]
+    wanted = (pattern * (size // len(pattern) + 1))[:size]
+    if found != wanted:
+        raise TransferError("other bytes than those sent are in the buffer")
