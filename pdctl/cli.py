@@ -28,7 +28,7 @@ from pdctl.cli_edge import (
     where,
 )
 from pdctl.cli_files import init, model_app, validate
-from pdctl.cli_hosts import sync
+from pdctl.cli_hosts import doctor, sync
 from pdctl.cli_look import audit, collect, exec_command, lock_app, logs, status
 from pdctl.errors import (
     EXIT_FAILED,
@@ -167,6 +167,7 @@ def ask(
 
 
 app.command("sync")(sync)
+app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("plan")(plan)
 app.command("restart")(restart)

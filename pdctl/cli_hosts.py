@@ -60,3 +60,22 @@ def sync(
     if result.exit_code == 0:
         advise(f"pdctl doctor {path}   pdctl up {path}")
     raise typer.Exit(result.exit_code)
+
+
+def doctor(path: TopologyPath, as_json: AsJson = False) -> None:
+    """Look at the hosts and the network between them; say what to do.
+
+    Starts nothing and needs nothing installed there. Exits with 1 when something is in the way of
+    `up`, with 5 when a host cannot be reached.
+    """
+    from pdctl.doctor import diagnose
+    from pdctl.doctor_report import doctor_document, doctor_text
+    from pdctl.output import Progress, Screen
+
+    with errors_as(as_json), Progress() as report:
+        found = diagnose(path, report)
+    if as_json:
+        print_json(doctor_document(found))
+    else:
+        typer.echo(doctor_text(found, Screen.of(sys.stdout)))
+    raise typer.Exit(found.exit_code)

@@ -6,6 +6,7 @@ Pure but for reading our own environment; the facts come from each host's shim (
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
 from pdctl.shim.store import CODE
 from pdctl.sizes import format_size
+from pdctl.topology import Host as HostEntry
+
+UNSYNCED_PYTHON = f"{CODE}/current/venv/bin/python"
+"""Below a host's base; named for a host on which nothing was synced yet."""
 
 
 def secret_values(services: Iterable[ServiceSpec]) -> dict[str, str]:
@@ -31,6 +36,16 @@ def secret_values(services: Iterable[ServiceSpec]) -> dict[str, str]:
             hint="export them before `pdctl up`, or take them out of the topology",
         )
     return {name: os.environ[name] for name in users}
+
+
+def runtime_python(entry: HostEntry, base: str, probe: Mapping[str, Any]) -> str:
+    """The interpreter that services of a host run: the topology's, else on another host the one
+    that `sync` put there, else our own."""
+    if entry.python is not None:
+        return entry.python
+    if entry.local:
+        return sys.executable
+    return str(probe["code"]["python"]) if probe.get("code") else f"{base}/{UNSYNCED_PYTHON}"
 
 
 def probe_request(services: Sequence[ServiceSpec], models: Collection[str]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from pdctl.topology_schema import (
 )
 from pdctl.yaml_marks import Path
 
+DOCKER_BRIDGE = "172.17.0.1"
+"""What every host with Docker has on docker0, so it leads to nobody else."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -205,14 +208,24 @@ def _addresses(topology: Topology, broken: Broken) -> Iterator[Finding]:
         if address is None:
             right = "add `advertise:` with an address of this machine in their network"
             yield Finding(path, "has no address that the other hosts could reach", right)
-        elif is_loopback(address) or is_wildcard(address):
+        elif not _may_lead_here(address):
             field = "advertise" if host.advertise is not None else "address"
             what = f"{address} does not lead here from the other hosts"
-            yield Finding((*path, field), what, "give an address in their network")
+            right = "give an address in their network"
+            if field == "advertise" and _may_lead_here(host.address):
+                right = f"leave it out: {host.address} is used then"
+            yield Finding((*path, field), what, right)
     bind = topology.router.bind
     if bind is not None and is_loopback(bind):
         what = f"{bind} cannot be reached by instances on other hosts"
         yield Finding(("router", "bind"), what, "leave it out, or give an address of that host")
+
+
+def _may_lead_here(address: str | None) -> bool:
+    """From other hosts, as far as the address itself tells."""
+    if address in (None, "local", DOCKER_BRIDGE):
+        return False
+    return not (is_loopback(str(address)) or is_wildcard(str(address)))
 
 
 def _transfer(topology: Topology, broken: Broken) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +30,6 @@ from pdctl.plan import Plan, allocate_ports, make_plan
 from pdctl.records import ServiceRecord
 
 LOCK_WAIT_S = 3.0
-UNSYNCED_PYTHON = ".code/current/venv/bin/python"
-"""Named by a plan for a host on which nothing was synced yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +180,9 @@ def _plan(
 
 
 def _facts(wanted: Wanted, key: str, host: Host, probe: Mapping[str, Any]) -> command.HostFacts:
-    """Elsewhere the runtime is the one that `sync` put there, unless the topology names another."""
     entry, name = wanted.topology.hosts[key], models.served_name(wanted.topology.model)
-    synced = probe["code"]["python"] if probe["code"] else f"{host.base}/{UNSYNCED_PYTHON}"
     return command.HostFacts(
-        python=entry.python or (sys.executable if entry.local else synced),
+        python=preflight.runtime_python(entry, host.base, probe),
         home=host.base,
         model_path=_model_path(wanted, host, probe) or wanted.places[0],
         model_name=wanted.model.served_name if wanted.model else name,

@@ -31,7 +31,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "status",
         "output documents",
         "collect",
-        "up down drain restart sync sync_host",
+        "up down drain restart sync sync_host doctor doctor_checks doctor_network doctor_report",
         "ops",
         "bench",
         "cli_edge cli_change cli_files cli_hosts cli_look cli",

@@ -3,6 +3,7 @@
 call                  answer the request on stdin
 serve                 answer one request per line until stdin closes; a `lock` is held as long
 follow                the first line names services; then their new log lines, until stdin closes
+listen                the first line names ports; then it answers there, until stdin closes
 exec                  the first line names a command; then its output and exit code
 supervise DIR FD FD   internal: become the parent of a service
 """
@@ -21,9 +22,11 @@ from . import (
     control,
     deployment,
     execute,
+    facts,
     lock,
     logs,
     look,
+    measure,
     probe,
     provision,
     store,
@@ -36,6 +39,10 @@ READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "token": look.token,
     "probe": probe.probe,
     "code": provision.look,
+    "clock": facts.clock,
+    "facts": facts.facts,
+    "reach": measure.reach,
+    "copy": measure.copy,
     "tail": logs.tails,
     "audit": audit.entries,
     "collect": collect.collect,
@@ -50,7 +57,11 @@ CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
     "accept": store.accept,
     "install": provision.install,
 }
-STREAMS: dict[str, Callable[[], None]] = {"follow": logs.follow, "exec": execute.execute}
+STREAMS: dict[str, Callable[[], None]] = {
+    "follow": logs.follow,
+    "exec": execute.execute,
+    "listen": measure.listen,
+}
 
 
 class Session:

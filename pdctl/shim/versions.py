@@ -73,6 +73,7 @@ def report() -> dict[str, Any]:
         "runtime": version_of(*DISTRIBUTIONS),
         "code": fingerprint(folder) if folder else "",
         "torch": version_of("torch"),
+        "ibverbs": version_of("ibverbs"),
         "native": "",
     }
     if folder:

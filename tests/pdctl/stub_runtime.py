@@ -12,6 +12,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -174,6 +175,9 @@ def main() -> None:
     if os.environ.get("STUB_ESCAPE"):
         escape("kworker/9:9")
     Handler.config = config
+    if "peer" in config:
+        peers = socket.create_server((config["peer"]["host"], config["peer"]["port"]))
+        threading.Thread(target=peers.accept, daemon=True).start()
     listen = config["listen"]
     server = http.server.ThreadingHTTPServer((listen["host"], listen["port"]), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -238,6 +238,14 @@ CASES = {
             "give an address in their network"
         ],
     ),
+    "docker's own address among several hosts": (
+        TWO.replace("10.0.0.2}", "10.0.0.2, advertise: 172.17.0.1}")
+        + "router: {host: a}\nprefill: [{host: a}]\ndecode: [{host: b}]\n",
+        [
+            "5: hosts.b.advertise: 172.17.0.1 does not lead here from the other hosts; "
+            "leave it out: 10.0.0.2 is used then"
+        ],
+    ),
     "this machine among several hosts": (
         TWO.replace("{address: 10.0.0.1}", "{}")
         + "router: {host: a}\nprefill: [{host: a}]\ndecode: [{host: b}]\n",
