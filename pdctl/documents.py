@@ -15,7 +15,7 @@ from pdctl.output import HUES, Cell, Screen, Style, duration, table
 from pdctl.plan import Plan, Step, StepKind
 from pdctl.shim.redact import HIDDEN, environment
 from pdctl.sizes import format_size
-from pdctl.status import DeploymentStatus, Health, ServiceStatus
+from pdctl.status import BufferStatus, DeploymentStatus, Health, ServiceStatus
 from pdctl.topology import LoadedTopology
 
 _SIZES = ("kv_cache", "cpu_buffer")
@@ -147,13 +147,14 @@ _COLUMNS = (
 
 
 def status_text(found: DeploymentStatus, screen: Screen) -> str:
-    """A line for the deployment, the table, and a line for each thing that is not well."""
+    """A line for the deployment, the table, and a line for each thing that is worth a look."""
     word = "healthy" if found.healthy else "degraded" if found.services else "not running"
     head = f"{found.name}  {screen.paint(word, 'good' if found.healthy else 'bad')}"
     parts = [f"{head}  {found.endpoint}".rstrip()]
     if found.services:
         parts.append(table(_COLUMNS, [_service(s, screen) for s in found.services], screen))
     notes = [f"{s.name}: {s.reason}" for s in found.services if s.reason]
+    notes += [f"{s.name}: {text}" for s in found.services if (text := _buffer(s.buffer))]
     notes += [f"{lock.host}: locked by {lock.text}" for lock in found.locks]
     lost = [*found.unreachable.values()]
     if lost:
@@ -233,6 +234,22 @@ def _held(service: ServiceStatus) -> str:
     if service.idle is None:
         return "?"
     return " ".join(f"{key}={n}" for key, n in service.held.items()) or "0"
+
+
+def _buffer(buffer: BufferStatus | None) -> str:
+    """What the CPU buffer does; empty when it is empty and never was in anybody's way."""
+    if buffer is None or not (buffer.used or buffer.swap_outs or buffer.reserve_seconds >= 1):
+        return ""
+    parts = [f"CPU buffer {buffer.used} of {buffer.total} blocks"]
+    if buffer.quarantined:
+        parts.append(f"{buffer.quarantined} quarantined")
+    if buffer.waiting:
+        parts.append(f"{buffer.waiting} requests wait")
+    parts.append(f"since the start {buffer.reserve_seconds:.1f} s waited for room")
+    parts.append(f"{buffer.swap_in_seconds:.1f} s swap-in")
+    if buffer.swap_outs:
+        parts.append(f"{buffer.swap_outs} swap-outs, {buffer.swapped_seconds:.1f} s away")
+    return ", ".join(parts)
 
 
 def _command(step: Step) -> str:

@@ -30,6 +30,23 @@ _KV_COUNTER = "kv_bytes_"
 
 
 @dataclass(frozen=True, slots=True)
+class BufferStatus:
+    """A decode instance's CPU buffer, in blocks, and what was waited and copied since the start."""
+
+    total: int
+    used: int
+    quarantined: int
+    waiting: int
+    """Requests that wait for blocks of the buffer or of the device."""
+    reserve_seconds: float
+    swap_in_seconds: float
+    swap_outs: int
+    swap_out_seconds: float
+    swapped_seconds: float
+    """How long requests were out of the device pool, all together."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     name: str
     role: str
@@ -55,6 +72,8 @@ class ServiceStatus:
     """Nothing is held for any request. None: not known."""
     held: dict[str, int] = field(default_factory=dict)
     """What the ledger holds now."""
+    buffer: BufferStatus | None = None
+    """Decode only."""
     requests: int | None = None
     """Finished since the start."""
     orphan: bool = False
@@ -193,8 +212,28 @@ def _service(
         },
         idle=ledger.get("idle"),
         held={key: value for key, value in held.items() if value},
+        buffer=_buffer(ledger),
         requests=int(finished) if finished is not None else None,
         orphan=orphan,
+    )
+
+
+def _buffer(ledger: Mapping[str, Any]) -> BufferStatus | None:
+    """From the answer of `/ledger`; None where there is no buffer."""
+    total = (ledger.get("totals") or {}).get("buffer_blocks_total", 0)
+    held, counters = ledger.get("ledger") or {}, ledger.get("counters") or {}
+    if not total:
+        return None
+    return BufferStatus(
+        total=total,
+        used=held.get("buffer_blocks", 0),
+        quarantined=held.get("quarantined_blocks", 0),
+        waiting=held.get("waiting", 0),
+        reserve_seconds=counters.get("reserve_seconds", 0.0),
+        swap_in_seconds=counters.get("swap_in_seconds", 0.0),
+        swap_outs=int(counters.get("swap_outs", 0)),
+        swap_out_seconds=counters.get("swap_out_seconds", 0.0),
+        swapped_seconds=counters.get("swapped_seconds", 0.0),
     )
 
 

@@ -13,13 +13,22 @@ from runtime.errors import Leg
 from runtime.protocol import Served
 from runtime.transfer.decode_request import DecodeRequest
 
+_NAMES = (
+    *("transfers", "transfer_failures", "transfer_seconds", "reserve_seconds", "swap_in_seconds"),
+    *("swap_outs", "swap_out_bytes", "swap_out_seconds", "swap_outs_without_room"),
+    *("swap_backs", "swapped_seconds", "prompt_tokens", "cached_tokens"),
+    *("requests_aborted", "requests_failed"),
+)
+"""Beside kv_bytes_<path> for each path that was used."""
+
 
 class Accounts:
     def __init__(self, instance: str, block_size: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._instance = instance
         self._block_size = block_size
-        self.counters: defaultdict[str, float] = defaultdict(float)
+        # From the start, so that who watches sees a zero and not a gap.
+        self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_NAMES, 0.0))
 
     def served(self, request: DecodeRequest) -> Served:
         """As far as known now."""

@@ -94,6 +94,18 @@ def test_stream_equals_whole_and_proves_the_handover(apart: openai.OpenAI) -> No
     assert {"reserve", "prefill", "transfer", "swap_in", "decode"} <= served["stages"].keys()
 
 
+def test_a_prompt_larger_than_the_buffer_is_refused_at_once_with_both_numbers(
+    apart: openai.OpenAI, over_shm: Deployment
+) -> None:
+    total = over_shm.get("decode-0", "/ledger")["totals"]["buffer_blocks_total"]
+    prompt = [100] * (16 * total + 1)
+    with pytest.raises(openai.BadRequestError) as failure:
+        apart.completions.create(model=MODEL_NAME, prompt=prompt, max_tokens=1)
+    said = failure.value.message
+    assert f"{len(prompt)} tokens needs {total + 1} blocks" in said and f"has {total}" in said
+    over_shm.wait_idle("prefill-0", "decode-0")
+
+
 def test_the_second_turn_of_a_chat_moves_only_what_is_new(
     apart: openai.OpenAI, together: openai.OpenAI
 ) -> None:

@@ -23,7 +23,7 @@ from pdctl.output import (
 from pdctl.plan import Plan, Step
 from pdctl.services import ServiceSpec
 from pdctl.shim.redact import environment
-from pdctl.status import DeploymentStatus, Health, ServiceStatus
+from pdctl.status import BufferStatus, DeploymentStatus, Health, ServiceStatus
 
 PLAIN = Screen(live=False, color=False, unicode=True, width=None)
 COLOR = Screen(live=True, color=True, unicode=True, width=80)
@@ -321,6 +321,18 @@ def test_what_is_not_well_is_explained_below() -> None:
     assert lines[0] == "demo  degraded  http://h:1"
     assert " ".join(lines[3].split()) == "decode-0 decode a - exited ✗ down - http://h:1 ? ?"
     assert lines[-1] == "decode-0: killed by SIGKILL after 3.0 s"
+
+
+def test_a_buffer_is_told_of_when_it_is_used_or_was_in_the_way() -> None:
+    idle = BufferStatus(170, 0, 0, 0, 0.2, 3.0, 0, 0.0, 0.0)
+    busy = BufferStatus(170, 12, 4, 3, 1.5, 3.0, 2, 0.1, 0.75)
+    found = DeploymentStatus(
+        "demo", "http://h:1", (service("decode-0", buffer=idle), service("decode-1", buffer=busy))
+    )
+    assert status_text(found, PLAIN).splitlines()[4:] == [
+        "decode-1: CPU buffer 12 of 170 blocks, 4 quarantined, 3 requests wait, since the start "
+        "1.5 s waited for room, 3.0 s swap-in, 2 swap-outs, 0.8 s away"
+    ]
 
 
 def test_nothing_there() -> None:
