@@ -17,6 +17,7 @@ from pdctl.services import ServiceSpec
 from pdctl.topology import (
     DecodeGroup,
     Instance,
+    PrefillGroup,
     Topology,
     contact_address,
     listen_address,
@@ -168,10 +169,15 @@ def _worker_launch(
     }
     if instance.role == "prefill":
         config["peer"] = {"host": bind, "port": mine["peer"]}
+        if {decode.transfer for decode in topology.decode} == {"rdma"}:
+            # So that it fails to start where it could serve nobody.
+            config["transfer"] = "rdma"
     if isinstance(group, DecodeGroup):
         # Its peers it learns from the router: prefill may be scaled while decode runs.
         config["cpu_buffer_bytes"] = group.cpu_buffer
         config["transfer"] = group.transfer
+    if isinstance(group, PrefillGroup | DecodeGroup):
+        config |= {"rdma": named} if (named := group.rdma.of_replica(instance.replica)) else {}
     return Launch(_argv(host.python, "worker"), _worker_env(instance), config)
 
 

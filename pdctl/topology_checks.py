@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from pdctl.topology_schema import (
     ROLES,
+    DecodeGroup,
     Group,
+    PrefillGroup,
     Router,
     Topology,
     is_loopback,
@@ -122,6 +124,14 @@ def _groups(topology: Topology, broken: Broken) -> Iterator[Finding]:
         touched = any(broken.touches((*path, key)) for key in ("replicas", "tp_size", "devices"))
         if group.devices and not touched:
             yield from _gpus(path, group)
+        if (
+            isinstance(group, PrefillGroup | DecodeGroup)
+            and len(group.rdma.device) > 1
+            and len(group.rdma.device) != group.replicas
+        ):
+            what = f"names {len(group.rdma.device)} RDMA devices for {group.replicas} replicas"
+            right = "give one device, or one for each replica"
+            yield Finding((*path, "rdma", "device"), what, right)
         for name in sorted(set(group.secrets) & set(group.env)):
             what = f"{name} is in secrets too"
             yield Finding((*path, "env", name), what, "keep the one in secrets")

@@ -22,6 +22,7 @@ ROLES: tuple[InstanceRole, ...] = ("prefill", "decode", "mixed")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HOST_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_RDMA_DEVICE = re.compile(r"[A-Za-z0-9_.-]+")
 _ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
@@ -82,6 +83,13 @@ def _devices(value: Any) -> tuple[int, ...]:
     return ids
 
 
+def _rdma_devices(value: Any) -> tuple[str, ...]:
+    names = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(n, str) and _RDMA_DEVICE.fullmatch(n) for n in names):
+        raise ValueError("must be names of RDMA devices; write `mlx5_0` or `[mlx5_0, mlx5_1]`")
+    return names
+
+
 def _none_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
@@ -98,6 +106,11 @@ Devices = Annotated[
     tuple[int, ...],
     BeforeValidator(_devices),
     PlainSerializer(lambda ids: list(ids) or "cpu"),
+]
+RdmaDevices = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_rdma_devices),
+    PlainSerializer(lambda names: names[0] if len(names) == 1 else list(names)),
 ]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=1)]
@@ -174,17 +187,39 @@ class Group(Section):
     secrets: tuple[Variable, ...] = ()
 
 
+class RdmaDevice(Section):
+    """Which RDMA device, port and address to use; what is left out is chosen on the host."""
+
+    device: RdmaDevices = ()
+    port: Annotated[int, Field(ge=1, le=255)] | None = None
+    gid_index: Annotated[int, Field(ge=0, le=255)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return _none_is_empty(value)
+
+    def of_replica(self, number: int) -> dict[str, str | int]:
+        """What is stated for this replica, as its configuration has it."""
+        stated: dict[str, str | int | None] = {"port": self.port, "gid_index": self.gid_index}
+        if self.device:
+            stated["device"] = self.device[number if len(self.device) > 1 else 0]
+        return {key: value for key, value in stated.items() if value is not None}
+
+
 class PrefillGroup(Group):
     """Computes prompts and sends their KV to decode instances."""
 
     peer_port: Port | None = None
+    rdma: RdmaDevice = RdmaDevice()
 
 
 class DecodeGroup(Group):
     """Receives KV into its CPU buffer and generates."""
 
     cpu_buffer: Size = 256 << 20
-    transfer: Literal["auto", "shm", "tcp"] = "auto"
+    transfer: Literal["auto", "shm", "rdma", "tcp"] = "auto"
+    rdma: RdmaDevice = RdmaDevice()
 
 
 class MixedGroup(Group):

@@ -15,7 +15,7 @@ import msgspec
 from runtime.errors import ConfigError
 
 Role = Literal["prefill", "decode", "mixed"]
-TransferKind = Literal["auto", "shm", "tcp"]
+TransferKind = Literal["auto", "shm", "rdma", "tcp"]
 PolicyName = Literal["least_loaded", "round_robin"]
 
 
@@ -52,6 +52,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int | None = None
 
 
+class RdmaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which RDMA port and address to use; None: chosen (runtime/transfer/rdma_ports.py)."""
+
+    device: str | None = None
+    port: int | None = None
+    gid_index: int | None = None
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One instance. Sizes are bytes, times are seconds."""
 
@@ -75,6 +83,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cpu_buffer_bytes: int = 0
     """Decode only: pinned shared memory that prefill writes into."""
     transfer: TransferKind = "auto"
+    rdma: RdmaConfig = RdmaConfig()
     tp_size: int = 1
     device: str = "cpu"
     threads: int | None = None

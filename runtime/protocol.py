@@ -262,8 +262,8 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Decode: prefill peers. Prefill: connected decode instances."""
     counters: dict[str, float]
     """Monotonic totals, Prometheus style without prefix: requests_finished, prompt_tokens,
-    cached_tokens, output_tokens, kv_bytes_shm, kv_bytes_tcp, transfers, transfer_seconds,
-    swap_in_seconds, preemptions, ..."""
+    cached_tokens, output_tokens, kv_bytes_shm, kv_bytes_rdma, kv_bytes_tcp, transfers,
+    transfer_seconds, swap_in_seconds, preemptions, ..."""
 
 
 Event = CoreReady | PeerState | PeerGone | Tokens | Failed | Stats | Measured
@@ -305,6 +305,24 @@ FromRank = RankUp | RankLoaded
 # ---- decode -> prefill ---------------------------------------------------------------------------
 
 
+class RdmaEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of a reliable connection, as the other end must know it to connect."""
+
+    device: str
+    """For messages."""
+    fabric: str
+    """What both ends must have in common."""
+    gid: bytes
+    lid: int
+    mtu: int
+    number: int
+    """Of the queue pair."""
+    psn: int
+    address: int
+    """Decode's: where its buffer starts, and the key to write there."""
+    key: int
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First message after authentication (see runtime.link). Opens a control session."""
 
@@ -313,13 +331,16 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     instance: str
     incarnation: str
     fingerprint: dict[str, str | int]
-    transfer: Literal["auto", "shm", "tcp"]
+    transfer: Literal["auto", "shm", "rdma", "tcp"]
     segment: str
     """Name of the CPU buffer's shared memory segment on the decode host."""
     segment_bytes: int
     block_bytes: int
     streams: int = 1
     """tcp: the most data connections that this host would use."""
+    rdma: RdmaEnd | None = None
+    no_rdma: str = ""
+    """Why `rdma` is None."""
 
 
 class HelloData(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -385,11 +406,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     instance: str
     incarnation: str
     session: int
-    path: Literal["shm", "tcp"]
+    path: Literal["shm", "rdma", "tcp"]
     path_reason: str = ""
     """Why it is not a better one."""
     streams: int = 1
     """tcp: open so many data connections."""
+    rdma: RdmaEnd | None = None
+    """Set where the path is rdma."""
     pid: int
     start_ticks: int
     """Of the writing process, with `boot_id`: what proves it dead to a decode instance on the same
@@ -434,12 +457,15 @@ class KvReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PrefillFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Terminal: prefill will write none of the blocks again."""
+    """Terminal: prefill will write none of the blocks again, unless it is not `fenced`."""
 
     nonce: int
     message: str
     status: int
     leg: Literal["prefill", "transfer"]
+    fenced: bool = True
+    """False: what was put may still be under way. The session ends behind this message, and its
+    fence frees the blocks."""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):

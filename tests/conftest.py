@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from rdma_lab import IN_GUEST, has_devices
 
 # Tests that compute with torch share the cores with the deployments they test. Set before torch is
 # imported, and for the same reason as in the engine core (docs/decisions/0002).
@@ -24,3 +26,23 @@ def model_path() -> Path:
     if not path.exists():
         pytest.skip(f"the default model is not here ({path}): run `pdctl model pull smollm2-135m`")
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of real verbs need the guest's devices; in the guest they must be there."""
+    if has_devices():
+        return
+    assert not IN_GUEST, "the guest has no RDMA devices"
+    skip = pytest.mark.skip(reason="no RDMA devices here; `make test-rdma` runs these in a guest")
+    for item in items:
+        if item.get_closest_marker("rdma"):
+            item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if IN_GUEST and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which nothing may be in the guest: {report.longrepr}"
+    return report

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine
+from rdma_lab import devices_for
 
-from runtime.config import Address, ModelConfig, PeerConfig, WorkerConfig
+from runtime.config import Address, ModelConfig, PeerConfig, RdmaConfig, WorkerConfig
 from runtime.engine.contract import EngineEvent
 from runtime.engine.role import Parts, Role
 from runtime.engine.roles import DecodeRole, PrefillRole, make_role
@@ -215,8 +216,15 @@ async def pair(
     and leave no segment.
     """
     port = free_port()
+    devices = [RdmaConfig(**names) for names in devices_for(kind)]
     p = await start(
-        config("prefill-0", "prefill", peer=Address("127.0.0.1", port), tp_size=tp_sizes[0]),
+        config(
+            "prefill-0",
+            "prefill",
+            peer=Address("127.0.0.1", port),
+            tp_size=tp_sizes[0],
+            rdma=devices[0],
+        ),
         **(prefill or {}),
     )
     d = await start(
@@ -227,6 +235,7 @@ async def pair(
             prefill_peers=[PeerConfig("prefill-0", Address("127.0.0.1", port))],
             transfer=kind,
             tp_size=tp_sizes[1],
+            rdma=devices[1],
             **decode,
         )
     )

@@ -1,4 +1,4 @@
-"""A sender and a receiver of either transport, joined; as a program, a sender that never stops."""
+"""A sender and a receiver of each transport, joined; as a program, a sender that never stops."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from rdma_lab import DECODE_DEVICE, PREFILL_DEVICE
 
+from runtime.config import RdmaConfig
 from runtime.kv.buffer import CpuBuffer
 from runtime.kv.region import Region
+from runtime.protocol import RdmaEnd
+from runtime.transfer import verbs
 from runtime.transfer.base import Receiver, ReceiverEvents, Runs, Sender
 from runtime.transfer.identity import ProcessIdentity, own_identity
+from runtime.transfer.rdma import RdmaOffer, RdmaReceiver, RdmaSender
+from runtime.transfer.rdma_adapter import RdmaAdapter
+from runtime.transfer.rdma_ports import choose_port
 from runtime.transfer.shm import ShmReceiver, ShmSender
 from runtime.transfer.tcp import TcpReceiver, TcpSender, memory
 
@@ -47,6 +55,7 @@ class Rig:
     refused: list[tuple[int, str]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     child: subprocess.Popen[str] | None = None
+    adapters: list[RdmaAdapter] = field(default_factory=list)
     sender: Sender = field(init=False)
     receiver: Receiver = field(init=False)
 
@@ -77,6 +86,12 @@ class Rig:
         if self.kind == "shm":
             self.receiver = ShmReceiver(own_identity())
             self.sender = ShmSender.open(self.buffer.name, self.buffer.nbytes)
+        elif self.kind == "rdma":
+            offer = self._rdma_offer()
+            self.adapters.append(open_adapter(PREFILL_DEVICE, self.source))
+            sender = RdmaSender(self.adapters[-1], offer.end, self.buffer.nbytes)
+            self.receiver = RdmaReceiver(offer, sender.end, self.size, self._events())
+            self.sender = sender
         else:
             ours, theirs = _tcp_pairs(self.streams)
             self.receiver = self._tcp_receiver(ours)
@@ -92,20 +107,38 @@ class Rig:
             pid, ticks, boot = self.child.stdout.readline().split()
             self.receiver = ShmReceiver(ProcessIdentity(int(pid), int(ticks), boot))
             return
+        if self.kind == "rdma":
+            offer = self._rdma_offer()
+            end = msgspec.msgpack.encode(offer.end).hex()
+            argv += [end, str(self.buffer.nbytes), str(self.size), *verbs.BINDINGS]
+            pipe = subprocess.PIPE
+            self.child = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
+            assert self.child.stdin is not None and self.child.stdout is not None
+            theirs = bytes.fromhex(self.child.stdout.readline())
+            peer = msgspec.msgpack.decode(theirs, type=RdmaEnd)
+            self.receiver = RdmaReceiver(offer, peer, self.size, self._events())
+            self.child.stdin.close()
+            return
         with socket.create_server(("127.0.0.1", 0)) as server:
             argv += ["127.0.0.1", str(server.getsockname()[1]), str(self.size)]
             self.child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
             server.settimeout(20)
             self.receiver = self._tcp_receiver([server.accept()[0]])
 
+    def _rdma_offer(self) -> RdmaOffer:
+        self.adapters.append(open_adapter(DECODE_DEVICE, self.buffer.region, remote_write=True))
+        return RdmaOffer(self.adapters[-1])
+
     def _tcp_receiver(self, socks: list[socket.socket]) -> TcpReceiver:
-        events = ReceiverEvents(
+        return TcpReceiver(socks, self.buffer.region, self.size, self._events())
+
+    def _events(self) -> ReceiverEvents:
+        return ReceiverEvents(
             lambda call: call(),
             self.landed.append,
             lambda nonce, why: self.refused.append((nonce, why)),
             self.closed.append,
         )
-        return TcpReceiver(socks, self.buffer.region, self.size, events)
 
     def close(self) -> None:
         if self.child:
@@ -117,7 +150,14 @@ class Rig:
             self.sender.abort()
             self.sender.close()
         self.receiver.close()
+        for adapter in self.adapters:
+            adapter.close()
         self.buffer.close()
+
+
+def open_adapter(device: str, region: Region, *, remote_write: bool = False) -> RdmaAdapter:
+    port = choose_port(RdmaConfig(device=device), [])
+    return RdmaAdapter.open(port, region, remote_write=remote_write)
 
 
 def _tcp_pairs(count: int) -> tuple[list[socket.socket], list[socket.socket]]:
@@ -126,8 +166,15 @@ def _tcp_pairs(count: int) -> tuple[list[socket.socket], list[socket.socket]]:
         return [server.accept()[0] for _ in range(count)], theirs
 
 
+def use_bindings(names: Iterable[str]) -> None:
+    """Of verbs, only these."""
+    verbs.BINDINGS = {name: verbs.BINDINGS[name] for name in names}
+
+
 def main() -> None:
-    """`transport_rig.py shm NAME BYTES BLOCK_BYTES` or `tcp HOST PORT BLOCK_BYTES`."""
+    """`transport_rig.py shm NAME BYTES BLOCK_BYTES`, `tcp HOST PORT BLOCK_BYTES` or
+    `rdma END BYTES BLOCK_BYTES BINDING...`; END is the receiver's, in msgpack and hex.
+    """
     kind, where, number, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     pool = np.zeros(size, dtype=np.uint8)
     sender: Sender
@@ -135,6 +182,14 @@ def main() -> None:
         sender = ShmSender.open(where, number)
         me = own_identity()
         print(me.pid, me.start_ticks, me.boot_id, flush=True)
+    elif kind == "rdma":
+        use_bindings(sys.argv[5:])
+        adapter = open_adapter(PREFILL_DEVICE, Region(pool.ctypes.data, size))
+        peer = msgspec.msgpack.decode(bytes.fromhex(where), type=RdmaEnd)
+        rdma = RdmaSender(adapter, peer, number)
+        print(msgspec.msgpack.encode(rdma.end).hex(), flush=True)
+        sys.stdin.read()  # until the receiver is connected
+        sender = rdma
     else:
         sender = TcpSender([socket.create_connection((where, number))], size)
     nonce = 0

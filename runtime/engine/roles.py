@@ -35,8 +35,11 @@ from runtime.protocol import (
 from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.handoff_prefill import PrefillHandoff
 from runtime.transfer.measure import Measurer
+from runtime.transfer.paths import ReceiverPaths, SenderPaths
+from runtime.transfer.peer_client import LocalDecode
 from runtime.transfer.peer_server import Local, PeerServer
 from runtime.transfer.peer_sessions import PeerSessions
+from runtime.transfer.rdma_adapter import Rdma
 from runtime.transfer.tcp import own_streams
 
 _log = logging.getLogger(__name__)
@@ -71,12 +74,14 @@ class PrefillRole(Role):
             incarnation=parts.incarnation,
             fingerprint=parts.fingerprint,
             block_bytes=parts.engine.layout.block_bytes,
-            transfer=config.transfer,
             token=parts.token,
         )
-        self._server = PeerServer(local, self._handoff, parts.mailbox.post)
+        self._rdma = Rdma(config, parts.engine.pool, remote_write=False)
+        paths = SenderPaths(config.name, config.transfer, self._rdma)
+        self._server = PeerServer(local, paths, self._handoff, parts.mailbox.post)
 
     async def start(self) -> None:
+        await self._rdma.open()
         await self._server.start(self._address)
 
     def serve(self) -> None:
@@ -84,6 +89,7 @@ class PrefillRole(Role):
 
     async def close(self) -> None:
         await self._server.close()
+        await self._rdma.close()
 
     def generate(self, message: Generate) -> None:
         self._send(
@@ -129,13 +135,16 @@ class DecodeRole(Role):
         self.num_buffer_blocks = self._buffer.num_blocks
         self._lanes = SwapLanes.start(parts.mailbox.post)
         self._handoff = DecodeHandoff(config, parts.engine, self._buffer, self._lanes, parts.send)
+        self._rdma = Rdma(config, self._buffer.region, remote_write=True)
+        local = LocalDecode(self._hello(), parts.token, ReceiverPaths(self._buffer, self._rdma))
         self._sessions = PeerSessions(
-            self._hello(), parts.token, self._handoff, parts.mailbox.post, config.prefill_peers
+            local, self._handoff, parts.mailbox.post, config.prefill_peers
         )
         self._measurer = Measurer(self._handoff, self._lanes.swap_in, self._sessions.dial)
 
     async def start(self) -> None:
         """Decode listens to nobody; it dials, once it may send events."""
+        await self._rdma.open()
 
     def serve(self) -> None:
         self._sessions.start()
@@ -165,6 +174,7 @@ class DecodeRole(Role):
         await self._sessions.close()
         self._handoff.close()
         await self._lanes.close(_LANE_CLOSE_S)
+        await self._rdma.close()
         self._buffer.close()
 
     def generate(self, message: Generate) -> None:

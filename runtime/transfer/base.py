@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from runtime.kv.region import Region
 from runtime.kv.swap import Post
 
-PathKind = Literal["shm", "tcp"]
+PathKind = Literal["shm", "rdma", "tcp"]
 """Best first: in this order they are tried when both sides leave the choice (`auto`)."""
 
 Runs = NDArray[np.int64]
@@ -33,6 +33,10 @@ class Sender(ABC):
     path: ClassVar[PathKind]
     put_lands: ClassVar[bool]
     """The bytes are in place when `put` returns; otherwise only the receiver knows."""
+    put_fences: ClassVar[bool] = True
+    """Nothing of a put that raised is written once a terminal message about it has arrived. False:
+    only the end of the session is proof of that.
+    """
 
     @abstractmethod
     def put(self, nonce: int, source: Region, runs: Runs) -> int:

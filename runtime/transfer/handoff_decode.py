@@ -187,7 +187,8 @@ class DecodeHandoff:
             return
         request = session.requests.get(message.nonce)
         if isinstance(message, KvReady | PrefillFailed | Released):
-            self.reservations.terminal(session.writer, message.nonce)
+            if not isinstance(message, PrefillFailed) or message.fenced:
+                self.reservations.terminal(session.writer, message.nonce)
             if request:
                 self._on_terminal(request, message)
         elif request is None:

@@ -42,6 +42,7 @@ from runtime.protocol import (
     Released,
     RequestId,
 )
+from runtime.transfer.base import Sender
 from runtime.transfer.path_test import test_fits, test_pieces
 from runtime.transfer.prefill_request import Answer, Outgoing, PrefillSession
 from runtime.transfer.tcp import STALL_S
@@ -160,10 +161,7 @@ class PrefillHandoff:
 
         def end(error: TransferError | None) -> None:
             if error:
-                self._tell(
-                    session,
-                    PrefillFailed(nonce=nonce, message=str(error), status=502, leg="transfer"),
-                )
+                self._tell_terminal(session, _failed_put(sender, nonce, error))
             elif not session.lost:
                 nbytes = len(message.blocks) * self._layout.block_bytes
                 seconds = self._loop.time() - began
@@ -171,6 +169,12 @@ class PrefillHandoff:
 
         pieces = test_pieces(message, sender, self._engine)
         session.lane.submit(Copy(pieces, lambda _: None, end))
+
+    def _tell_terminal(self, session: PrefillSession, answer: Answer) -> None:
+        self._tell(session, answer)
+        if isinstance(answer, PrefillFailed) and not answer.fenced:
+            # The receive loop sees the end, and ends the session.
+            session.link.close()
 
     def _tell(self, session: PrefillSession, message: PeerReply) -> None:
         if session.lost:
@@ -259,14 +263,15 @@ class PrefillHandoff:
 
     def _on_put_end(self, outgoing: Outgoing, copy: Copy, error: TransferError | None) -> None:
         outgoing.copies.discard(copy)
-        message = outgoing.message
+        message, sender = outgoing.message, outgoing.session.sender
+        assert sender is not None
         if outgoing.stopped:
+            if error is not None and not sender.put_fences:
+                # Whatever it was to be told, that would free blocks which this put may still reach.
+                outgoing.answer = _failed_put(sender, message.nonce, error)
             self._close_if_quiet(outgoing)
         elif error is not None:
-            self._stop(
-                outgoing,
-                PrefillFailed(nonce=message.nonce, message=str(error), status=502, leg="transfer"),
-            )
+            self._stop(outgoing, _failed_put(sender, message.nonce, error))
         elif outgoing.put == len(message.blocks):
             self._on_all_put(outgoing)
 
@@ -314,7 +319,7 @@ class PrefillHandoff:
         session.outgoing.pop(outgoing.message.nonce, None)
         self._by_engine_id.pop(outgoing.engine_id, None)
         if outgoing.answer is not None:
-            self._tell(session, outgoing.answer)
+            self._tell_terminal(session, outgoing.answer)
         if outgoing.in_engine:
             outgoing.in_engine = False
             self._engine.drop(outgoing.engine_id)
@@ -342,3 +347,9 @@ class PrefillHandoff:
             for s in self._sessions.values()
             if not s.lost
         }
+
+
+def _failed_put(sender: Sender, nonce: int, error: TransferError) -> PrefillFailed:
+    return PrefillFailed(
+        nonce=nonce, message=str(error), status=502, leg="transfer", fenced=sender.put_fences
+    )

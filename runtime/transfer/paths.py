@@ -11,21 +11,24 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.config import TransferKind
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer
 from runtime.link import Link, LinkClosed
-from runtime.protocol import Hello, HelloData, PeerReply, Pong, Welcome
+from runtime.protocol import Hello, HelloData, PeerReply, Pong, RdmaEnd, Welcome
 from runtime.transfer.base import PathKind, Receiver, ReceiverEvents, Sender
 from runtime.transfer.identity import ProcessIdentity
+from runtime.transfer.rdma import RdmaOffer, RdmaReceiver, RdmaSender
+from runtime.transfer.rdma_adapter import Rdma
 from runtime.transfer.shm import ShmReceiver, ShmSender
 from runtime.transfer.tcp import TcpReceiver, detach
 
 _log = logging.getLogger(__name__)
 
-_BEST_FIRST: tuple[PathKind, ...] = ("shm", "tcp")
+CONNECT_S = 5.0
+_BEST_FIRST: tuple[PathKind, ...] = ("shm", "rdma", "tcp")
 
 Dial = Callable[
     [contextlib.AsyncExitStack], Awaitable[tuple[Link[PeerReply], asyncio.StreamWriter]]
@@ -42,14 +45,16 @@ class OpenedPath:
     """None: tcp, whose data connection is still to come."""
     reason: str = ""
     """Why it is not a better one."""
+    rdma: RdmaEnd | None = None
 
 
 class SenderPaths:
     """For a prefill instance."""
 
-    def __init__(self, instance: str, transfer: TransferKind) -> None:
+    def __init__(self, instance: str, transfer: TransferKind, rdma: Rdma) -> None:
         self._instance = instance
         self._transfer = transfer
+        self._rdma = rdma
 
     async def open(self, hello: Hello) -> OpenedPath:
         """The best path that both sides allow; what one of them names is never replaced by another.
@@ -66,35 +71,58 @@ class SenderPaths:
             if wanted and path not in wanted:
                 continue
             try:
-                sender = await self._sender(path, hello)
+                opened = await self._open(path, hello)
             except TransferError as e:
                 if wanted:
                     raise TransferError(f"{path} was asked for: {e}") from e
                 _log.info("%s: no %s: %s", hello.instance, path, e)
                 passed.append(f"no {path}: {e}")
             else:
-                return OpenedPath(path, sender, "; ".join(passed))
+                return replace(opened, reason="; ".join(passed))
         raise TransferError("; ".join(passed))
 
-    async def _sender(self, path: PathKind, hello: Hello) -> Sender | None:
+    async def _open(self, path: PathKind, hello: Hello) -> OpenedPath:
         if path == "shm":
             # In a thread: mapping, and locking, gigabytes takes a while.
-            return await asyncio.to_thread(ShmSender.open, hello.segment, hello.segment_bytes)
-        return None
+            shm = await asyncio.to_thread(ShmSender.open, hello.segment, hello.segment_bytes)
+            return OpenedPath(path, shm)
+        if path == "rdma":
+            if hello.rdma is None:
+                raise TransferError(f"{hello.instance}: {hello.no_rdma}")
+            adapter = self._rdma.adapter
+            if adapter is None:
+                raise TransferError(f"{self._instance}: {self._rdma.missing}")
+            # In a thread: an address that does not answer is waited for.
+            sender = await asyncio.to_thread(RdmaSender, adapter, hello.rdma, hello.segment_bytes)
+            return OpenedPath(path, sender, rdma=sender.end)
+        return OpenedPath(path, None)
 
 
 class ReceiverPaths:
     """For a decode instance."""
 
-    def __init__(self, buffer: CpuBuffer) -> None:
+    def __init__(self, buffer: CpuBuffer, rdma: Rdma) -> None:
         self._buffer = buffer
+        self._rdma = rdma
 
-    async def open(self, welcome: Welcome, dial: Dial, events: ReceiverEvents) -> Receiver:
+    def offer_rdma(self) -> RdmaOffer:
+        """A queue pair for the next session. Raises TransferError saying why there is none."""
+        if self._rdma.adapter is None:
+            raise TransferError(self._rdma.missing)
+        return RdmaOffer(self._rdma.adapter)
+
+    async def open(
+        self, welcome: Welcome, offer: RdmaOffer | None, dial: Dial, events: ReceiverEvents
+    ) -> Receiver:
         """Decode's end of the path that prefill chose."""
         if welcome.path == "shm":
             return ShmReceiver(ProcessIdentity(welcome.pid, welcome.start_ticks, welcome.boot_id))
+        if welcome.path == "rdma":
+            if offer is None or welcome.rdma is None:
+                raise LinkClosed("welcomed over rdma, with an end missing")
+            return RdmaReceiver(offer, welcome.rdma, self._buffer.block_bytes, events)
         buffer = self._buffer
-        async with contextlib.AsyncExitStack() as dialled:
+        async with contextlib.AsyncExitStack() as dialled, asyncio.timeout(CONNECT_S):
             with contextlib.ExitStack() as joined:
                 socks = [
                     joined.enter_context(await _join(welcome, dial, dialled))

@@ -12,6 +12,8 @@ import contextlib
 import logging
 from dataclasses import dataclass, field
 
+import msgspec
+
 from runtime.config import Address, PeerConfig
 from runtime.errors import RuntimeFailure, TransferError
 from runtime.kv.swap import Post
@@ -23,21 +25,25 @@ from runtime.protocol import (
     Refused,
     Welcome,
 )
-from runtime.transfer.base import Receiver, ReceiverEvents
+from runtime.transfer.base import ReceiverEvents
 from runtime.transfer.decode_request import DecodeSession
 from runtime.transfer.handoff_decode import DecodeHandoff
-from runtime.transfer.paths import ReceiverPaths
+from runtime.transfer.paths import CONNECT_S, ReceiverPaths
+from runtime.transfer.rdma import RdmaOffer
 from runtime.transfer.reservations import Writer
 from runtime.transfer.trial import fail_answers, prove_path, took_answer
 
 _log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
 # Prefill may first have to fence an older session and to map a buffer of many gigabytes.
 WELCOME_S = 30.0
 PATH_TEST_S = 15.0
 PING_S = 0.5
 SILENCE_S = 5.0
+TERMINAL_S = 20.0
+"""A writer that does not give back blocks within this long, though told to, is cut off."""
+DISTRUST_S = 60.0
+"""With `auto`: for how long rdma is not tried again after a path test over it failed."""
 _BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 
 
@@ -58,17 +64,29 @@ class _Session(DecodeSession):
         self.writer_stream.transport.abort()
 
 
+@dataclass(frozen=True, slots=True)
+class LocalDecode:
+    """What this decode instance is, and over which paths it can receive."""
+
+    hello: Hello
+    token: bytes
+    paths: ReceiverPaths
+
+
 class PeerClient:
     def __init__(
-        self, peer: PeerConfig, hello: Hello, token: bytes, handoff: DecodeHandoff, post: Post
+        self, peer: PeerConfig, local: LocalDecode, handoff: DecodeHandoff, post: Post
     ) -> None:
         self._peer = peer
-        self._hello = hello
-        self._token = token
+        self._hello = local.hello
+        self._token = local.token
+        self._paths = local.paths
         self._handoff = handoff
         self._buffer = handoff.reservations.buffer
-        self._paths = ReceiverPaths(self._buffer)
         self._post = post
+        self._without_rdma = 0.0
+        """Until then rdma is not offered, as its path test failed."""
+        self._why_without = ""
         self._loop = asyncio.get_running_loop()
         self.wanted = True
         """Somebody names this peer. When nobody does, the session still ends by itself."""
@@ -107,7 +125,8 @@ class PeerClient:
     async def _open(self, stack: contextlib.AsyncExitStack) -> _Session:
         async with asyncio.timeout(CONNECT_S):
             link, stream = await self.dial(stack)
-        link.send(self._hello)
+        hello, offer = self._offer(stack)
+        link.send(hello)
         async with asyncio.timeout(WELCOME_S):
             welcome = await link.receive()
         if isinstance(welcome, Refused):
@@ -117,7 +136,9 @@ class PeerClient:
         if welcome.instance != self._peer.name:
             raise TransferError(f"this is {welcome.instance}, not {self._peer.name}")
         opened: list[_Session] = []
-        receiver = await self._receiver(welcome, opened)
+        if offer and welcome.path != offer.path:
+            offer.close()
+        receiver = await self._paths.open(welcome, offer, self.dial, self._events(opened))
         writer = Writer(self._peer.name, welcome.incarnation, receiver)
         session = _Session(
             self._peer.name, welcome, link, writer, writer_stream=stream, heard=self._loop.time()
@@ -136,16 +157,28 @@ class PeerClient:
         await authenticate_client(reader, stream, self._token)
         return Link(reader, stream, PeerReply), stream
 
-    async def _receiver(self, welcome: Welcome, opened: list[_Session]) -> Receiver:
+    def _offer(self, stack: contextlib.AsyncExitStack) -> tuple[Hello, RdmaOffer | None]:
+        """Hello, with an end of ours for rdma where that may be used."""
+        hello = self._hello
+        if hello.transfer not in ("auto", "rdma"):
+            return hello, None
+        try:
+            if self._loop.time() < self._without_rdma:
+                raise TransferError(self._why_without)
+            offer = self._paths.offer_rdma()
+        except TransferError as e:
+            return msgspec.structs.replace(hello, no_rdma=str(e)), None
+        stack.callback(offer.close)
+        return msgspec.structs.replace(hello, rdma=offer.end), offer
+
+    def _events(self, opened: list[_Session]) -> ReceiverEvents:
         # `opened` is filled before the first message that could lead to an event is sent.
-        events = ReceiverEvents(
+        return ReceiverEvents(
             self._post,
             on_landed=lambda nonce: self._handoff.on_received(opened[0], nonce),
             on_refused=lambda nonce, why: self._handoff.on_bad_put(opened[0], nonce, why),
             on_closed=lambda why: opened[0].abort(why),
         )
-        async with asyncio.timeout(CONNECT_S):
-            return await self._paths.open(welcome, self.dial, events)
 
     # ---- an open session ------------------------------------------------------------------------
 
@@ -168,6 +201,7 @@ class PeerClient:
             session.why_lost = session.why_lost or "this instance stops"
             self._handoff.session_down(session, session.why_lost)
             fail_answers(session, session.why_lost)
+            await asyncio.sleep(0)  # an answer that came just before is still looked at
             for task in helpers:
                 task.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
@@ -180,6 +214,9 @@ class PeerClient:
             if self._loop.time() - session.heard > SILENCE_S:
                 session.abort(f"silent for {SILENCE_S:g} s")
                 return
+            if session.writer.overdue(self._loop.time() - TERMINAL_S):
+                session.abort(f"blocks that nobody wants not given back for {TERMINAL_S:g} s")
+                return
             seq += 1
             with contextlib.suppress(LinkClosed):  # the receive loop sees it too
                 session.link.send(Ping(seq))
@@ -191,11 +228,20 @@ class PeerClient:
             async with asyncio.timeout(PATH_TEST_S):
                 await prove_path(session, self._handoff.reservations)
         except TimeoutError:
-            session.abort(f"the path test got no answer within {PATH_TEST_S:g} s")
-        except (TransferError, LinkClosed) as e:
+            self._test_failed(session, f"no answer within {PATH_TEST_S:g} s")
+        except TransferError as e:
+            self._test_failed(session, str(e))
+        except LinkClosed as e:
             session.abort(f"path test over {session.path}: {e}")
         else:
             reason = session.welcome.path_reason
             _log.info("%s is up over %s%s", session.peer, session.path, reason and f" ({reason})")
             session.was_up = True
             self._handoff.peers.up(session)
+
+    def _test_failed(self, session: _Session, why: str) -> None:
+        if session.path == "rdma" and self._hello.transfer == "auto":
+            # Both have a device, but there is no way between them.
+            self._without_rdma = self._loop.time() + DISTRUST_S
+            self._why_without = f"its path test failed: {why}"
+        session.abort(f"path test over {session.path}: {why}")

@@ -12,7 +12,7 @@ import logging
 import socket
 from dataclasses import dataclass
 
-from runtime.config import Address, TransferKind
+from runtime.config import Address
 from runtime.errors import ConfigError, RuntimeFailure, TransferError
 from runtime.kv.swap import CopyLane, Post
 from runtime.link import Link, LinkClosed, authenticate_server
@@ -49,7 +49,6 @@ class Local:
     incarnation: str
     fingerprint: dict[str, str | int]
     block_bytes: int
-    transfer: TransferKind
     token: bytes
 
 
@@ -60,9 +59,11 @@ class _RefusedHello(RuntimeFailure):
 
 
 class PeerServer:
-    def __init__(self, local: Local, handoff: PrefillHandoff, post: Post) -> None:
+    def __init__(
+        self, local: Local, paths: SenderPaths, handoff: PrefillHandoff, post: Post
+    ) -> None:
         self._local = local
-        self._paths = SenderPaths(local.instance, local.transfer)
+        self._paths = paths
         self._identity = own_identity()
         self._handoff = handoff
         self._post = post
@@ -177,6 +178,7 @@ class PeerServer:
                 path=opened.path,
                 path_reason=opened.reason,
                 streams=streams,
+                rdma=opened.rdma,
                 pid=self._identity.pid,
                 start_ticks=self._identity.start_ticks,
                 boot_id=self._identity.boot_id,

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from runtime.config import Address, PeerConfig
 from runtime.kv.swap import Post
-from runtime.protocol import Hello, PeerAddress
+from runtime.protocol import PeerAddress
 from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.paths import Dial
-from runtime.transfer.peer_client import PeerClient
+from runtime.transfer.peer_client import LocalDecode, PeerClient
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +34,12 @@ class PeerSessions:
 
     def __init__(
         self,
-        hello: Hello,
-        token: bytes,
+        local: LocalDecode,
         handoff: DecodeHandoff,
         post: Post,
         configured: Sequence[PeerConfig],
     ) -> None:
-        self._hello = hello
-        self._token = token
+        self._local = local
         self._handoff = handoff
         self._post = post
         self._configured = {peer.name: peer.address for peer in configured}
@@ -72,7 +70,7 @@ class PeerSessions:
     def _dial(self, peer: PeerConfig) -> None:
         _log.info("prefill peer %s is at %s", peer.name, peer.address)
         self._handoff.peers.expect(peer.name)
-        client = PeerClient(peer, self._hello, self._token, self._handoff, self._post)
+        client = PeerClient(peer, self._local, self._handoff, self._post)
         task = asyncio.create_task(client.run(), name=f"peer {peer.name}")
         dialled = self._dialled[peer.name] = _Dialled(client, task)
         task.add_done_callback(lambda _: self._ended(peer.name, dialled))

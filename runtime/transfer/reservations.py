@@ -41,7 +41,13 @@ class Writer:
     incarnation: str
     receiver: Receiver
     open: dict[int, Reservation] = field(default_factory=dict)
+    unwanted: dict[int, float] = field(default_factory=dict)
+    """Of the open ones, those that nobody wants any more, oldest first, and since when."""
     lost: bool = False
+
+    def overdue(self, since: float) -> bool:
+        """Blocks are unwanted since then or longer, and still open to it."""
+        return bool(self.unwanted) and next(iter(self.unwanted.values())) <= since
 
 
 class Reservations:
@@ -116,6 +122,7 @@ class Reservations:
 
     def terminal(self, writer: Writer, nonce: int) -> None:
         """The peer said that it will not write for this nonce again."""
+        writer.unwanted.pop(nonce, None)
         if reservation := writer.open.pop(nonce, None):
             self._buffer.close_writer(reservation)
 
@@ -124,6 +131,8 @@ class Reservations:
         # Fence first, then free: what is free may be granted to another writer before this returns.
         if writer.receiver.revoke(reservation.nonce):
             self.terminal(writer, reservation.nonce)
+        elif reservation.nonce in writer.open:
+            writer.unwanted.setdefault(reservation.nonce, self._loop.time())
         self._buffer.abandon(reservation)
 
     def lose(self, writer: Writer) -> None:

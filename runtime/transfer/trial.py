@@ -11,6 +11,7 @@ import secrets
 
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer, Reservation
+from runtime.link import LinkClosed
 from runtime.protocol import KvReady, PathTest, PeerReply, PrefillFailed, Released
 from runtime.transfer.decode_request import DecodeSession
 from runtime.transfer.reservations import Reservations, Waiter
@@ -37,7 +38,7 @@ def fail_answers(session: DecodeSession, why: str) -> None:
     """The session is lost: nobody will answer."""
     for answer in session.answers.values():
         if not answer.done():
-            answer.set_exception(TransferError(f"{session.peer} was lost: {why}"))
+            answer.set_exception(LinkClosed(f"{session.peer} was lost: {why}"))
             answer.exception()  # whoever waited may be gone: no warning about it
     session.answers.clear()
 
@@ -50,7 +51,8 @@ async def trial_put(
     pattern: bytes = b"",
     run: int = 1,
 ) -> float:
-    """Seconds from asking until every byte is in the buffer. Raises TransferError.
+    """Seconds from asking until every byte is in the buffer. Raises TransferError, and LinkClosed
+    when the session is lost.
 
     The deadline is the caller's, and so is `abandon` in every case.
     """
@@ -62,13 +64,14 @@ async def trial_put(
     session.link.send(PathTest(nonce=nonce, blocks=blocks, pattern=pattern, run=run))
     message = await answer
     if isinstance(message, PrefillFailed):
-        reservations.terminal(session.writer, nonce)
+        if message.fenced:
+            reservations.terminal(session.writer, nonce)
         raise TransferError(message.message)
     if not isinstance(message, KvReady):
         raise TransferError("the peer gave it back unasked")
     while session.receiver.landed(nonce, len(blocks)) < len(blocks):
         if session.writer.lost:
-            raise TransferError(f"{session.peer} was lost")
+            raise LinkClosed(f"{session.peer} was lost")
         await asyncio.sleep(_LOOK_S)
     seconds = loop.time() - began
     reservations.terminal(session.writer, nonce)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,12 +15,12 @@ import msgspec
 import pytest
 from fake_engine import expected
 from handoff_lab import BLOCK_BYTES, Instance, config, free_port, pair, start
+from rdma_lab import KINDS, devices_for
 
-from runtime.config import Address, PeerConfig
+from runtime.config import Address, PeerConfig, RdmaConfig
 from runtime.protocol import PeerState
 from runtime.transfer import peer_client, peer_server
 
-KINDS = ["shm", "tcp"]
 ELSEWHERE = PeerConfig("prefill-7", Address("", 0))
 
 
@@ -119,8 +120,9 @@ def _hide_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on two hosts: prefill's /dev/shm has no such segment."""
     real = peer_client.PeerClient.__init__
 
-    def init(self: Any, peer: Any, hello: Any, *rest: Any) -> None:
-        real(self, peer, msgspec.structs.replace(hello, segment="pdctl-test-elsewhere"), *rest)
+    def init(self: Any, peer: Any, local: Any, *rest: Any) -> None:
+        hello = msgspec.structs.replace(local.hello, segment="pdctl-test-elsewhere")
+        real(self, peer, dataclasses.replace(local, hello=hello), *rest)
 
     monkeypatch.setattr(peer_client.PeerClient, "__init__", init)
 
@@ -178,6 +180,7 @@ def test_a_new_session_of_an_instance_ends_the_older_one(kind: str) -> None:
                     cpu_buffer_bytes=16 * BLOCK_BYTES,
                     prefill_peers=both.decode.config.prefill_peers,
                     transfer=kind,
+                    rdma=RdmaConfig(**devices_for(kind)[1]),
                 )
             )
             await twin.until(lambda: twin.peer_path)

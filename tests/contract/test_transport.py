@@ -12,18 +12,22 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from rdma_lab import BINDINGS
 from transport_rig import Rig, block_runs, eventually
 
 from runtime.errors import TransferError
+from runtime.transfer import verbs
 from runtime.transfer.tcp import memory
 
-KINDS = ["shm", "tcp"]
+RDMA = [pytest.param(f"rdma-{name}", marks=pytest.mark.rdma) for name in BINDINGS]
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    value: str = request.param
-    return value
+@pytest.fixture(params=["shm", "tcp", *RDMA])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kind, _, binding = request.param.partition("-")
+    if binding:
+        monkeypatch.setattr(verbs, "BINDINGS", {binding: verbs.BINDINGS[binding]})
+    return str(kind)
 
 
 @pytest.fixture
@@ -113,12 +117,12 @@ def test_a_run_outside_of_the_buffer_writes_nothing(rig: Rig, target: int) -> No
     before = rig.bytes_of()
     rig.receiver.expect(1, (0, 1))
     runs = block_runs([0, 1], [0, target], rig.size)
-    if rig.kind == "shm":
-        with pytest.raises(TransferError):
-            rig.sender.put(1, rig.source, runs)
-    else:
+    if rig.kind == "tcp":
         rig.sender.put(1, rig.source, runs)
         eventually(lambda: rig.refused)
+    else:
+        with pytest.raises(TransferError):
+            rig.sender.put(1, rig.source, runs)
     assert rig.bytes_of() == before
 
 
@@ -157,7 +161,8 @@ def test_nothing_changes_behind_a_fence(kind: str) -> None:
         fenced = rig.receiver.revoke(1)
         assert fenced == (kind == "tcp")
         if not fenced:
-            # shm has no fence while its writer lives: what a session does is stop it, and wait.
+            # shm has no fence while its writer lives, rdma none but the end of the session: what a
+            # session does is stop the writer, and wait.
             assert not rig.receiver.writer_gone()
             stop.set()
             thread.join()
@@ -194,6 +199,10 @@ def test_a_killed_sender_is_proven_gone(kind: str) -> None:
         assert not rig.receiver.writer_gone()
         assert rig.child is not None
         rig.child.kill()
+        if kind == "rdma":
+            # Nobody tells a queue pair: the control connection does, and then this is the fence.
+            assert not rig.receiver.writer_gone()
+            rig.receiver.close()
         eventually(rig.receiver.writer_gone)
         before = rig.bytes_of()
         time.sleep(0.05)

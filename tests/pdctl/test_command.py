@@ -160,6 +160,27 @@ def test_the_reference_uses_every_option(tmp_path: Path) -> None:
     assert decode.model == runtime_config.ModelConfig(
         path="/models/m.gguf", name="smollm", dtype="bfloat16", max_model_len=4096
     )
+    assert decode.rdma == runtime_config.RdmaConfig("mlx5_1", 1, 3)
+    assert read_back(prefill, tmp_path).rdma == runtime_config.RdmaConfig("mlx5_0", 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefill"), [(["rdma"], "rdma"), (["rdma", "auto"], "auto"), (["shm"], "auto")]
+)
+def test_prefill_must_have_rdma_where_every_decode_asks_for_it(
+    tmp_path: Path, decodes: list[str], prefill: str
+) -> None:
+    topology = Topology.model_validate(
+        {
+            "name": "t",
+            "model": "m",
+            "hosts": {"a": {}},
+            "prefill": ({},),
+            "decode": tuple({"transfer": kind} for kind in decodes),
+        }
+    )
+    configs = [read_back(spec, tmp_path) for spec in specs(topology)[1:]]
+    assert [config.transfer for config in configs] == [prefill, *decodes]
 
 
 def test_each_replica_has_as_many_gpus_as_ranks() -> None:

@@ -214,7 +214,21 @@ CASES = {
     ),
     "a transfer that is none": (
         HEAD + "prefill: [{}]\ndecode:\n  - transfer: tpc\n",
-        ["6: decode[0].transfer: must be auto, shm or tcp, not 'tpc'; did you mean tcp?"],
+        ["6: decode[0].transfer: must be auto, shm, rdma or tcp, not 'tpc'; did you mean tcp?"],
+    ),
+    "no name of a device": (
+        HEAD + "prefill: [{}]\ndecode:\n  - rdma: {device: 0}\n",
+        [
+            "6: decode[0].rdma.device: must be names of RDMA devices; "
+            "write `mlx5_0` or `[mlx5_0, mlx5_1]`"
+        ],
+    ),
+    "RDMA devices for other replicas": (
+        HEAD + "prefill: [{}]\ndecode:\n  - {replicas: 3, rdma: {device: [mlx5_0, mlx5_1]}}\n",
+        [
+            "6: decode[0].rdma.device: names 2 RDMA devices for 3 replicas; "
+            "give one device, or one for each replica"
+        ],
     ),
     "unequal block sizes": (
         HEAD + "prefill: [{}]\ndecode:\n  - block_size: 32\n",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cores import Core, Cores, free_port, running_cores
 from fake_engine import expected
+from rdma_lab import KINDS, devices_for
 
 from runtime.protocol import Failed, Ledger
 
@@ -35,13 +36,17 @@ class Deployment:
         self.cores = cores
         self.port = free_port()
         address = {"host": "127.0.0.1", "port": self.port}
-        self.prefill_config = cores.config("prefill-0", "prefill", "fake", peer=address)
+        prefill_rdma, decode_rdma = devices_for(decode["transfer"])
+        self.prefill_config = cores.config(
+            "prefill-0", "prefill", "fake", peer=address, rdma=prefill_rdma
+        )
         self.decode_config = cores.config(
             "decode-0",
             "decode",
             "fake",
             cpu_buffer_bytes=64 * BLOCK_BYTES,
             prefill_peers=[{"name": "prefill-0", "address": address}],
+            rdma=decode_rdma,
             **decode,
         )
         self.prefill: Core
@@ -66,7 +71,7 @@ async def held_up(both: Deployment) -> str:
     return id_
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_prefill_killed_in_the_middle(tmp_path: Path, kind: str) -> None:
     async def scenario(cores: Cores) -> None:
         both = Deployment(cores, transfer=kind)
@@ -140,7 +145,7 @@ def test_a_stopped_writer_that_is_killed_frees_its_blocks(tmp_path: Path) -> Non
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_decode_killed_in_the_middle(tmp_path: Path, kind: str) -> None:
     async def scenario(cores: Cores) -> None:
         both = Deployment(cores, transfer=kind)
@@ -224,6 +229,16 @@ def test_a_peer_port_that_is_taken(tmp_path: Path) -> None:
         line = await failed_start(cores, cores.config("p", "prefill", "fake", peer=peer))
         assert f"127.0.0.1:{port}" in line and "in use" in line
         server.close()
+
+    run(tmp_path, scenario)
+
+
+def test_rdma_that_was_asked_for_and_is_not_there(tmp_path: Path) -> None:
+    async def scenario(cores: Cores) -> None:
+        rdma = {"transfer": "rdma", "rdma": {"device": "none0"}}
+        config = cores.config("d", "decode", "fake", cpu_buffer_bytes=8 * BLOCK_BYTES, **rdma)
+        line = await failed_start(cores, config)
+        assert "transfer: rdma, but" in line and "no device none0" in line
 
     run(tmp_path, scenario)
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_engine import FORBIDDEN_TOKEN, expected
 from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, prompt, start
 from handoff_lab import drive as run
+from rdma_lab import KINDS
 
-from runtime.engine.roles import PrefillRole
-from runtime.errors import TransferError
 from runtime.protocol import Abort, Failed, RequestId, Tokens
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value
@@ -290,77 +287,6 @@ def test_what_prefill_refuses_is_passed_on(kind: str) -> None:
         assert "forbidden" in last.message
 
     run(kind, scenario)
-
-
-# ---- puts that go wrong ------------------------------------------------------------------------
-
-
-def change_put(both: Pair, put: Callable[[Callable[..., int], Any, Any, Any], int]) -> None:
-    """`put(real, nonce, source, runs)` in place of the sender's own."""
-    assert isinstance(both.prefill.role, PrefillRole)
-    [session] = both.prefill.role._handoff._sessions.values()
-    sender = session.sender
-    assert sender is not None
-    real = sender.put
-    sender.put = lambda nonce, source, runs: put(real, nonce, source, runs)  # type: ignore[method-assign]
-
-
-def test_a_put_that_fails_is_a_failed_transfer(kind: str) -> None:
-    def fail(real: Any, *put: Any) -> int:
-        raise TransferError("the wire is cut")
-
-    async def scenario(both: Pair) -> None:
-        change_put(both, fail)
-        id_ = both.decode.ask(prompt(40))
-        last = await both.decode.answer(id_)
-        assert isinstance(last, Failed)
-        assert (last.status, last.leg, last.instance) == (502, "transfer", "prefill-0")
-        assert "the wire is cut" in last.message
-        assert both.decode.role.counters()["transfer_failures"] == 1
-
-    run(kind, scenario)
-
-
-def test_too_few_bytes_never_look_like_success(kind: str) -> None:
-    async def scenario(both: Pair) -> None:
-        change_put(both, lambda real, *put: real(*put) - 1)
-        id_ = both.decode.ask(prompt(40))
-        last = await both.decode.answer(id_)
-        assert isinstance(last, Failed) and (last.status, last.leg) == (502, "transfer")
-        assert str(10 * BLOCK_BYTES) in last.message
-
-    run(kind, scenario)
-
-
-def test_bytes_that_never_arrive_over_tcp_never_look_like_success() -> None:
-    async def scenario(both: Pair) -> None:
-        change_put(both, lambda real, nonce, source, runs: int(runs[:, 2].sum()))
-        id_ = both.decode.ask(prompt(40), deadline_s=0.5)
-        last = await both.decode.answer(id_)
-        assert isinstance(last, Failed) and (last.status, last.leg) == (504, "transfer")
-
-    run("tcp", scenario)
-
-
-def test_a_bad_put_over_tcp_fails_its_request_only() -> None:
-    async def scenario(both: Pair) -> None:
-        def astray(real: Any, nonce: int, source: Any, runs: Any) -> int:
-            if nonce % 2:
-                runs = runs + np.array([0, BLOCK_BYTES, 0])
-            total: int = real(nonce, source, runs)
-            return total
-
-        change_put(both, astray)
-        ids = [both.decode.ask(prompt(9, n)) for n in range(6)]
-        ends = [await both.decode.answer(id_) for id_ in ids]
-        failed = [e for e in ends if isinstance(e, Failed)]
-        assert len(failed) == 3
-        assert {(e.status, e.leg) for e in failed} == {(502, "transfer")}
-        for n, (id_, end) in enumerate(zip(ids, ends, strict=True)):
-            if isinstance(end, Tokens):
-                assert both.decode.tokens_of(id_) == expected(prompt(9, n), 4)
-
-    run("tcp", scenario)
 
 
 # ---- order -------------------------------------------------------------------------------------

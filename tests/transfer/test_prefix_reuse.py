@@ -7,11 +7,12 @@ import asyncio
 import pytest
 from fake_engine import expected
 from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, drive, prompt
+from rdma_lab import KINDS
 
 from runtime.protocol import Failed, Served, Tokens
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value

@@ -1,0 +1,150 @@
+"""Puts that go wrong, over each transport: never a success, and never a block free too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import expected
+from handoff_lab import BLOCK_BYTES, Pair, prompt
+from handoff_lab import drive as run
+from rdma_lab import KINDS
+
+from runtime.engine.roles import PrefillRole
+from runtime.errors import TransferError
+from runtime.protocol import Failed, Tokens
+from runtime.transfer import peer_client
+from runtime.transfer.base import Sender
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+def sender_of(both: Pair) -> Sender:
+    assert isinstance(both.prefill.role, PrefillRole)
+    [session] = both.prefill.role._handoff._sessions.values()
+    assert session.sender is not None
+    return session.sender
+
+
+def change_put(both: Pair, put: Callable[[Callable[..., int], Any, Any, Any], int]) -> None:
+    """`put(real, nonce, source, runs)` in place of the sender's own."""
+    sender = sender_of(both)
+    real = sender.put
+    sender.put = lambda nonce, source, runs: put(real, nonce, source, runs)  # type: ignore[method-assign]
+
+
+def test_a_put_that_fails_is_a_failed_transfer(kind: str) -> None:
+    def fail(real: Any, *put: Any) -> int:
+        raise TransferError("the wire is cut")
+
+    async def scenario(both: Pair) -> None:
+        change_put(both, fail)
+        id_ = both.decode.ask(prompt(40))
+        last = await both.decode.answer(id_)
+        assert isinstance(last, Failed)
+        assert (last.status, last.leg, last.instance) == (502, "transfer", "prefill-0")
+        assert "the wire is cut" in last.message
+        assert both.decode.role.counters()["transfer_failures"] == 1
+
+    run(kind, scenario)
+
+
+def test_a_failed_put_that_may_still_write_ends_the_session_before_its_blocks_are_free(
+    kind: str,
+) -> None:
+    def fail(real: Any, *put: Any) -> int:
+        raise TransferError("the wire is cut")
+
+    async def scenario(both: Pair) -> None:
+        held: list[int] = []
+        real = both.handoff._on_terminal
+
+        def on_terminal(request: Any, message: Any) -> None:
+            real(request, message)
+            held.append(both.decode.ledger.buffer_blocks)
+
+        both.handoff._on_terminal = on_terminal
+        change_put(both, fail)
+        sender_of(both).put_fences = False  # type: ignore[misc]
+        old = both.handoff.peers._up["prefill-0"]
+        id_ = both.decode.ask(prompt(40))
+        last = await both.decode.answer(id_)
+        assert isinstance(last, Failed) and (last.status, last.leg) == (502, "transfer")
+        assert "the wire is cut" in last.message
+        # Where the receiver itself refuses late bytes, as over tcp, they are free at once.
+        assert held == [0 if kind == "tcp" else 10]
+        await both.decode.until(lambda: both.handoff.peers._up.get("prefill-0", old) is not old)
+        again = both.decode.ask(prompt(40))
+        await both.decode.answer(again)
+        assert both.decode.tokens_of(again) == expected(prompt(40), 4)
+
+    run(kind, scenario)
+
+
+def test_a_writer_that_gives_nothing_back_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_client, "TERMINAL_S", 0.3)
+
+    async def scenario(both: Pair) -> None:
+        assert isinstance(both.prefill.role, PrefillRole)
+        monkeypatch.setattr(both.prefill.role._handoff, "_tell_terminal", lambda *_: None)
+        both.prefill.engine.pause("prefill")
+        old = both.handoff.peers._up["prefill-0"]
+        id_ = both.decode.ask(prompt(40))
+        await both.decode.until(lambda: both.prefill.ledger.outgoing)
+        both.decode.role.abort(id_)
+        assert both.decode.ledger.quarantined_blocks == 10
+        await both.decode.until(lambda: not both.decode.ledger.quarantined_blocks)
+        assert "not given back" in old.why_lost
+        monkeypatch.undo()
+        both.prefill.engine.pause()
+        await both.decode.until(lambda: both.handoff.peers._up)
+
+    run("shm", scenario)
+
+
+def test_too_few_bytes_never_look_like_success(kind: str) -> None:
+    async def scenario(both: Pair) -> None:
+        change_put(both, lambda real, *put: real(*put) - 1)
+        id_ = both.decode.ask(prompt(40))
+        last = await both.decode.answer(id_)
+        assert isinstance(last, Failed) and (last.status, last.leg) == (502, "transfer")
+        assert str(10 * BLOCK_BYTES) in last.message
+
+    run(kind, scenario)
+
+
+def test_bytes_that_never_arrive_over_tcp_never_look_like_success() -> None:
+    async def scenario(both: Pair) -> None:
+        change_put(both, lambda real, nonce, source, runs: int(runs[:, 2].sum()))
+        id_ = both.decode.ask(prompt(40), deadline_s=0.5)
+        last = await both.decode.answer(id_)
+        assert isinstance(last, Failed) and (last.status, last.leg) == (504, "transfer")
+
+    run("tcp", scenario)
+
+
+def test_a_bad_put_over_tcp_fails_its_request_only() -> None:
+    async def scenario(both: Pair) -> None:
+        def astray(real: Any, nonce: int, source: Any, runs: Any) -> int:
+            if nonce % 2:
+                runs = runs + np.array([0, BLOCK_BYTES, 0])
+            total: int = real(nonce, source, runs)
+            return total
+
+        change_put(both, astray)
+        ids = [both.decode.ask(prompt(9, n)) for n in range(6)]
+        ends = [await both.decode.answer(id_) for id_ in ids]
+        failed = [e for e in ends if isinstance(e, Failed)]
+        assert len(failed) == 3
+        assert {(e.status, e.leg) for e in failed} == {(502, "transfer")}
+        for n, (id_, end) in enumerate(zip(ids, ends, strict=True)):
+            if isinstance(end, Tokens):
+                assert both.decode.tokens_of(id_) == expected(prompt(9, n), 4)
+
+    run("tcp", scenario)
