@@ -203,4 +203,5 @@ class SshChannel:
         return text.decode(errors="replace").strip()
 
     def close(self) -> None:
-        self._channel.close()
+        with contextlib.suppress(EOFError, OSError):  # with its connection gone it cannot say so
+            self._channel.close()
