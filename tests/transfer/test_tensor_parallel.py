@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ import pytest
 from cores import Core, Cores, free_port, running_cores
 from tiny_llama import write_tiny_llama
 
-from runtime.protocol import Failed
+from runtime.config import WorkerConfig, load
+from runtime.engine.contract import EngineEvent, EngineRequest, Produced
+from runtime.engine.core import Engine
+from runtime.protocol import Failed, RequestId, SamplingParams
 
 SMALL = {"block_size": 4, "kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 32}
 
@@ -21,6 +26,33 @@ SMALL = {"block_size": 4, "kv_cache_bytes": 1 << 20, "max_num_batched_tokens": 3
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
+
+
+@pytest.fixture(scope="module")
+def wanted(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The tokens of one engine, in this process."""
+    folder = tmp_path_factory.mktemp("one")
+    config = load(Cores(folder).config("mixed-0", "mixed", model, **SMALL), WorkerConfig)
+    events: list[EngineEvent] = []
+    engine = Engine(config, events.append)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(prompts()):
+        engine.submit(EngineRequest(RequestId(str(number)), prompt, params, "generate"))
+    tokens: list[list[int]] = [[] for _ in prompts()]
+    deadline, at = time.monotonic() + 60, 0
+    while any(len(found) < 12 for found in tokens):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+        for event in events[at:]:
+            assert isinstance(event, Produced), event
+            tokens[int(event.id)] += [token.token for token in event.tokens]
+            at += 1
+    engine.stop()
+    thread.join()
+    assert len({tuple(found) for found in tokens}) > 5
+    return tokens
 
 
 def run(folder: Path, scenario: Callable[[Cores], Awaitable[None]]) -> None:
@@ -40,8 +72,8 @@ def prompts() -> list[tuple[int, ...]]:
     return [*made, *(tuple(rng.randrange(3, 96) for _ in range(n)) for n in (7, 40, 41))]
 
 
-async def answers(core: Core, **params: Any) -> list[list[int]]:
-    ids = [core.send(p, max_tokens=12, ignore_eos=True, **params) for p in prompts()]
+async def answers(core: Core) -> list[list[int]]:
+    ids = [core.send(p, max_tokens=12, ignore_eos=True) for p in prompts()]
     replies = [await core.wait(id_) for id_ in ids]
     assert not any(isinstance(reply.last, Failed) for reply in replies), replies
     return [reply.tokens for reply in replies]
@@ -56,100 +88,93 @@ async def gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-class Deployment:
-    """Prefill with 1 and 2 ranks; decode with 1 and 2 over shared memory, and with 2 over tcp."""
-
-    def __init__(self, cores: Cores, model: str) -> None:
-        self._cores = cores
-        self._model = model
-        self._addresses = {
-            f"prefill-{size}": {"host": "127.0.0.1", "port": free_port()} for size in (1, 2)
-        }
-        self.cores: dict[str, Core] = {}
-
-    async def start(self) -> None:
-        peers = [{"name": name, "address": at} for name, at in self._addresses.items()]
-        started = [self._start(f"mixed-{n}", "mixed", n) for n in (1, 2)]
-        for n, (name, address) in enumerate(self._addresses.items(), start=1):
-            started.append(self._start(name, "prefill", n, peer=address))
-        decode = {"cpu_buffer_bytes": 1 << 18, "prefill_peers": peers}
-        for n, path in ((1, "shm"), (2, "shm"), (2, "tcp")):
-            started.append(self._start(f"decode-{n}-{path}", "decode", n, transfer=path, **decode))
-        await asyncio.gather(*started)
-
-    async def _start(self, name: str, role: str, tp_size: int, **more: Any) -> None:
-        config = self._cores.config(name, role, self._model, tp_size=tp_size, **SMALL, **more)
-        self.cores[name] = await self._cores.start(config)
+async def pair(cores: Cores, model: str, sizes: tuple[int, int], path: str) -> tuple[Core, Core]:
+    address = {"host": "127.0.0.1", "port": free_port()}
+    decode: dict[str, Any] = {
+        "cpu_buffer_bytes": 1 << 18,
+        "prefill_peers": [{"name": "prefill-0", "address": address}],
+        "transfer": path,
+    }
+    configs = (
+        cores.config("prefill-0", "prefill", model, tp_size=sizes[0], peer=address, **SMALL),
+        cores.config("decode-0", "decode", model, tp_size=sizes[1], **decode, **SMALL),
+    )
+    started = await asyncio.gather(*map(cores.start, configs))
+    await started[1].linked("prefill-0")
+    return started[0], started[1]
 
 
-def test_ranks_of_unequal_instances(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "path"), [((2, 1), "tcp"), ((1, 2), "shm"), ((1, 2), "tcp"), ((2, 1), "shm")]
+)
+def test_instances_of_unequal_size(
+    tmp_path: Path, model: str, wanted: list[list[int]], sizes: tuple[int, int], path: str
+) -> None:
     async def scenario(cores: Cores) -> None:
-        deployment = Deployment(cores, model)
-        await deployment.start()
-        core = deployment.cores
-        for name, c in core.items():
-            assert len(ranks_of(c)) == (1 if "-2" in name else 0)
-        await same_tokens_from_any_pair(core)
-        for c in core.values():
-            await c.idle()
-        same_kv_from_any_size(core)
-        await a_stopped_instance_ends_its_ranks(core["decode-2-tcp"])
-        await an_idle_instance_ends_with_a_rank(core["prefill-2"])
-        await core["decode-1-shm"].until(
-            lambda: core["decode-1-shm"].peers["prefill-2"].path is None
-        )
-        await a_busy_instance_ends_with_a_rank(core["decode-2-shm"])
-        assert not [name for name in cores.segments() if "decode-2-shm" in name]
-        await ranks_end_with_rank_0(core["mixed-2"])
-        # Who has lost a peer serves on.
-        assert len(await answers(core["decode-1-shm"], prefill="prefill-1")) == len(prompts())
+        both = await pair(cores, model, sizes, path)
+        assert tuple(len(ranks_of(core)) + 1 for core in both) == sizes
+        assert await answers(both[1]) == wanted
+        for core in both:
+            await core.idle()
+        # They hold as many bytes, and so as many blocks.
+        ready = [core.ready for core in both if core.ready]
+        assert len({r.num_device_blocks for r in ready}) == 1
+        ranks = [rank for core in both for rank in ranks_of(core)]
+        assert [await core.close() for core in both] == [0, 0]
+        await gone(ranks)
 
     run(tmp_path, scenario)
 
 
-async def same_tokens_from_any_pair(core: dict[str, Core]) -> None:
-    wanted = await answers(core["mixed-1"])
-    assert len({tuple(tokens) for tokens in wanted}) > 5
-    assert await answers(core["mixed-2"]) == wanted
-    for name in ("decode-1-shm", "decode-2-shm", "decode-2-tcp"):
-        for prefill in ("prefill-1", "prefill-2"):
-            await core[name].linked(prefill)
-            assert await answers(core[name], prefill=prefill) == wanted, (prefill, name)
+def test_an_instance_ends_with_any_of_its_ranks(
+    tmp_path: Path, model: str, wanted: list[list[int]]
+) -> None:
+    async def scenario(cores: Cores) -> None:
+        prefill, decode = await pair(cores, model, (2, 2), "shm")
+        assert await answers(decode) == wanted
+        # While it waits for work.
+        ranks_of(prefill)[0].kill()
+        await ends(prefill)
+        await decode.until(lambda: decode.peers["prefill-0"].path is None)
+        failed = await decode.ask(prompts()[0])
+        assert isinstance(failed.last, Failed)
+        await decode.idle()
+        ranks_of(decode)[0].kill()
+        await ends(decode)
+        assert cores.segments() == []
+
+    run(tmp_path, scenario)
 
 
-def same_kv_from_any_size(core: dict[str, Core]) -> None:
-    """All ranks together have as many bytes, and so as many blocks, as the one."""
-    ready = [c.ready for c in core.values()]
-    assert len({r.num_device_blocks for r in ready if r}) == 1
-    assert len({r.fingerprint["model"] for r in ready if r}) == 1
-
-
-async def a_stopped_instance_ends_its_ranks(core: Core) -> None:
-    ranks = ranks_of(core)
-    assert await core.close() == 0
-    await gone(ranks)
-
-
-async def an_idle_instance_ends_with_a_rank(core: Core) -> None:
-    [rank] = ranks_of(core)
-    rank.kill()
-    async with asyncio.timeout(15):
+async def ends(core: Core) -> None:
+    async with asyncio.timeout(20):
         assert await core.process.wait() == 1
 
 
-async def a_busy_instance_ends_with_a_rank(core: Core) -> None:
-    [rank] = ranks_of(core)
-    id_ = core.send(prompts()[-1], max_tokens=400, ignore_eos=True, prefill="prefill-1")
-    await core.until(lambda: len(core.answers[id_].tokens) > 2)
-    rank.kill()
-    async with asyncio.timeout(15):
-        assert await core.process.wait() == 1
+def test_a_mixed_instance_of_two_ranks(tmp_path: Path, model: str, wanted: list[list[int]]) -> None:
+    async def scenario(cores: Cores) -> None:
+        config = cores.config("mixed-0", "mixed", model, tp_size=2, **SMALL)
+        core = await cores.start(config)
+        assert await answers(core) == wanted
+        await core.idle()
+        # While it computes.
+        id_ = core.send(prompts()[-1], max_tokens=400, ignore_eos=True)
+        await core.until(lambda: len(core.answers[id_].tokens) > 2)
+        ranks_of(core)[0].kill()
+        await ends(core)
+
+    run(tmp_path, scenario)
 
 
-async def ranks_end_with_rank_0(core: Core) -> None:
-    ranks = ranks_of(core)
-    core.process.kill()
-    await gone(ranks)
+def test_ranks_end_with_rank_0(tmp_path: Path, model: str) -> None:
+    async def scenario(cores: Cores) -> None:
+        core = await cores.start(cores.config("mixed-0", "mixed", model, tp_size=2, **SMALL))
+        ranks = ranks_of(core)
+        assert len(ranks) == 1
+        core.process.kill()
+        await gone(ranks)
+
+    run(tmp_path, scenario)
 
 
 async def failed_start(core: Core) -> str:
