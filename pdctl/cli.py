@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from pdctl import __version__
-from pdctl.bench.cli import bench_command
+from pdctl.cli_bench import bench_app
 from pdctl.cli_change import drain, plan, restart, up
 from pdctl.cli_edge import (
     AsJson,
@@ -180,7 +180,11 @@ app.command(
     "exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )(exec_command)
 app.add_typer(lock_app, name="lock", no_args_is_help=True)
-app.command("bench")(bench_command)
+app.add_typer(
+    bench_app,
+    name="bench",
+    help="Measure a deployment, or its transfers.",
+)
 app.command("validate")(validate)
 app.command("init")(init)
 app.add_typer(model_app, name="model", no_args_is_help=True)

@@ -175,23 +175,25 @@ def _json_of(answer: tuple[int | None, str]) -> tuple[int | None, dict[str, Any]
 
 
 def post_json(
-    url: str, body: Mapping[str, Any], *, token: str
+    url: str, body: Mapping[str, Any], *, token: str, timeout_s: float = HTTP_TIMEOUT_S
 ) -> tuple[int | None, dict[str, Any]]:
     """As `get_json`."""
-    return _json_of(_ask(url, json.dumps(body).encode(), token))
+    return _json_of(_ask(url, json.dumps(body).encode(), token, timeout_s))
 
 
 def get(url: str, *, token: str = "") -> tuple[int | None, str]:
     return _ask(url, None, token)
 
 
-def _ask(url: str, data: bytes | None, token: str) -> tuple[int | None, str]:
+def _ask(
+    url: str, data: bytes | None, token: str, timeout_s: float = HTTP_TIMEOUT_S
+) -> tuple[int | None, str]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if data is not None:
         headers["Content-Type"] = "application/json"
     request = urllib.request.Request(url, data, headers)
     try:
-        with _OPENER.open(request, timeout=HTTP_TIMEOUT_S) as response:
+        with _OPENER.open(request, timeout=timeout_s) as response:
             return response.status, response.read().decode(errors="replace")
     except urllib.error.HTTPError as e:
         with e:

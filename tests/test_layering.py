@@ -34,7 +34,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "up down drain restart sync sync_host doctor doctor_checks doctor_network doctor_report",
         "ops",
         "bench",
-        "cli_edge cli_change cli_files cli_hosts cli_look cli",
+        "cli_edge cli_bench cli_change cli_files cli_hosts cli_look cli",
         "__main__",
     )
 )

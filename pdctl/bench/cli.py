@@ -65,7 +65,10 @@ def bench_command(
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds each request may take.")] = 600.0,
 ) -> None:
-    """Measure a deployment: throughput, TTFT and its stages, the hand-over, decode speed."""
+    """Measure a deployment: throughput, TTFT and its stages, the hand-over, decode speed.
+
+    `pdctl bench transfer` measures the paths of KV alone.
+    """
     if explain:
         from pdctl.bench.explain import TEXT
 
