@@ -1,9 +1,9 @@
-"""Every message between processes of a deployment, in one file.
+"""Every message between processes of a deployment, in one file; those between the ranks of one
+instance are in engine/rank_protocol.py.
 
-Three kinds of connection carry them, both as frames of `runtime.link` (4-byte little-endian length,
+Two kinds of connection carry them, both as frames of `runtime.link` (4-byte little-endian length,
 msgpack):
   front <-> engine core   one inherited socket pair per instance; Command one way, Event the other
-  rank 0 <-> other ranks  one inherited socket pair per rank of a tensor-parallel instance
   decode -> prefill       one TCP connection per pair for control, dialled by decode; PeerRequest,
   PeerReply
 The HTTP registration of instances at the router carries Registration and RegistrationReply as JSON.
@@ -267,40 +267,6 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 Event = CoreReady | PeerState | PeerGone | Tokens | Failed | Stats | Measured
-
-# ---- rank 0 <-> the other ranks of its instance --------------------------------------------------
-
-
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive tokens of one sequence, to be computed in one step."""
-
-    start: int
-    """Position of the first of them."""
-    tokens: tuple[int, ...]
-    blocks: tuple[int, ...]
-    """Device blocks of the sequence, up to the last of these tokens."""
-    samples: bool
-    """The logits after the last token are wanted."""
-
-
-class RankUp(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process has started."""
-
-
-class RankStart(msgspec.Struct, frozen=True, tag=True):
-    """Join the others and load."""
-
-
-class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """A rank has its part of the model."""
-
-
-class Step(msgspec.Struct, frozen=True, tag=True):
-    chunks: tuple[Chunk, ...]
-
-
-ToRank = RankStart | Step
-FromRank = RankUp | RankLoaded
 
 # ---- decode -> prefill ---------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from runtime.engine.group import Group
 from runtime.engine.lifetime import die_with_parent
 from runtime.engine.load import frame_of, load
 from runtime.engine.pool_file import map_pool
+from runtime.engine.rank_protocol import RankLoaded, RankStart, RankUp, Step, ToRank
 from runtime.engine.runner import Runner
 from runtime.kv.layout import Shard
 from runtime.link import BlockingLink, LinkClosed
-from runtime.protocol import RankLoaded, RankStart, RankUp, Step, ToRank
 
 _log = logging.getLogger(__name__)
 

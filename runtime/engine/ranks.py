@@ -16,9 +16,9 @@ from asyncio.subprocess import Process
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.engine.rank_protocol import FromRank, RankLoaded, RankStart, RankUp, Step
 from runtime.errors import RankError
 from runtime.link import BlockingLink, LinkClosed
-from runtime.protocol import FromRank, RankLoaded, RankStart, RankUp, Step
 
 _log = logging.getLogger(__name__)
 

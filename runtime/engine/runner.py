@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime import _native
+from runtime.engine.rank_protocol import Chunk, Step
 from runtime.engine.ranks import RankLinks
 from runtime.engine.sequence import Work
 from runtime.errors import RankError
 from runtime.kv.pool import KvPool
 from runtime.models.decoder import Decoder
-from runtime.protocol import Chunk, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,13 +216,6 @@ CASES = {
         HEAD + "prefill: [{}]\ndecode:\n  - transfer: tpc\n",
         ["6: decode[0].transfer: must be auto, shm, rdma or tcp, not 'tpc'; did you mean tcp?"],
     ),
-    "no name of a device": (
-        HEAD + "prefill: [{}]\ndecode:\n  - rdma: {device: 0}\n",
-        [
-            "6: decode[0].rdma.device: must be names of RDMA devices; "
-            "write `mlx5_0` or `[mlx5_0, mlx5_1]`"
-        ],
-    ),
     "RDMA devices for other replicas": (
         HEAD + "prefill: [{}]\ndecode:\n  - {replicas: 3, rdma: {device: [mlx5_0, mlx5_1]}}\n",
         [
