@@ -14,7 +14,7 @@ import typer
 
 from pdctl import __version__
 from pdctl.cli_bench import bench_app
-from pdctl.cli_change import drain, plan, restart, up
+from pdctl.cli_change import drain, plan, restart, scale, up
 from pdctl.cli_edge import (
     AsJson,
     FileOption,
@@ -170,6 +170,7 @@ app.command("sync")(sync)
 app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("plan")(plan)
+app.command("scale")(scale)
 app.command("restart")(restart)
 app.command("drain")(drain)
 app.command("status")(status)

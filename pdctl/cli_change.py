@@ -1,4 +1,4 @@
-"""Commands that change what runs: plan, up, restart, drain; and what is asked before."""
+"""Commands that change what runs: plan, up, scale, restart, drain; and what is asked before."""
 
 from __future__ import annotations
 
@@ -129,6 +129,39 @@ def approver(yes: bool) -> Callable[[Plan], None]:
             raise PdctlError("nothing was changed")
 
     return approve
+
+
+def scale(
+    numbers: Annotated[
+        list[str], typer.Argument(metavar="ROLE=N...", help="decode=3 prefill=2, or mixed=4.")
+    ],
+    yes: Yes = False,
+    wait_timeout: WaitTimeout = None,
+    name: NameOption = None,
+    file: FileOption = None,
+    host: HostOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have other numbers of instances, without the file.
+
+    More are started, the highest numbers are drained and stopped; all others are left alone. The
+    numbers hold until the next `scale`, or until `up` goes back to what the file says.
+    """
+    from pdctl import ops
+    from pdctl.output import Progress
+
+    with errors_as(as_json), Progress() as report:
+        options = ops.UpOptions(wait_timeout_s=wait_timeout, approve=approver(yes))
+        wanted = dict(map(_number, numbers))
+        result = ops.scale(name, wanted, options, report, where(file, host))
+    show_result(result, as_json)
+
+
+def _number(text: str) -> tuple[str, int]:
+    role, _, count = text.partition("=")
+    if role not in ("prefill", "decode", "mixed") or not count.isdecimal():
+        raise UsageError(f"{text!r} is not ROLE=N", hint="for example decode=3, prefill=2, mixed=1")
+    return role, int(count)
 
 
 def restart(

@@ -20,6 +20,7 @@ from pdctl.errors import HostUnreachable, PdctlError, UsageError
 from pdctl.fleet import Fleet, look, machines, on_all, opened
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
+from pdctl.scaling import scaled, to_record
 from pdctl.state import KnownDeployment
 
 HERE = ("local", "localhost")
@@ -138,6 +139,11 @@ def register(fleet: Fleet, known: KnownDeployment) -> None:
     fleet.on_sessions(tell)
 
 
+def latest_said(answers: Iterable[Mapping[str, Any]], name: str) -> KnownDeployment | None:
+    """What the last `up` or `scale` let the hosts know, from their answers to `status`."""
+    return max((k for k, _ in _said(answers, name)), key=lambda k: k.at, default=None)
+
+
 def deployments() -> tuple[str, ...]:
     """Names known on this machine: by records here, or by an `up` from here to other hosts."""
     here = {r.deployment for r in look([LocalHost()], None)}
@@ -171,6 +177,7 @@ def known_of(t: topology.Topology, path: Path) -> KnownDeployment:
         machine=this_machine(),
         services=tuple(wanted),
         at=time.time(),
+        recorded=to_record(t, path.resolve().parent),
     )
 
 
@@ -282,7 +289,9 @@ def _settle(found: Found, where: Where) -> None:
     said = [known for known, _ in _said(found.answers.values(), found.name)]
     latest = max([*([cached] if cached else []), *said, found.known], key=lambda known: known.at)
     if where.file is not None:
-        latest = replace(found.known, at=max([0.0, *(known.at for known in said)]))
+        at = max([0.0, *(known.at for known in said)])
+        latest = replace(found.known, at=at, replicas=latest.replicas, recorded=latest.recorded)
+        latest = replace(latest, services=_wanted(latest) or latest.services)
     elif latest.machine != this_machine():
         latest = replace(latest, topology="")  # a path there
     else:
@@ -293,9 +302,11 @@ def _settle(found: Found, where: Where) -> None:
 
 
 def _wanted(known: KnownDeployment) -> tuple[tuple[str, str], ...]:
-    """Services of the topology as its file is now; none when it is gone or broken."""
+    """Services of the topology as its file is now, scaled as it was; none when it is gone or
+    broken.
+    """
     try:
-        now = topology.load(Path(known.topology)).topology
+        now = scaled(topology.load(Path(known.topology)).topology, known.replicas)
     except PdctlError:
         return ()
     return known_of(now, Path(known.topology)).services if now.name == known.name else ()

@@ -1,6 +1,7 @@
 """What the command line can do to deployments: the façade over its parts.
 
 plan_up, up        bring a deployment to what its topology says
+scale              the same with other numbers of replicas
 restart, drain     renew what runs; keep new requests away from an instance
 down, down_orphans stop it and prove that nothing is left; or only what the topology lost
 status, logs, audit   look at it
@@ -23,6 +24,7 @@ from pdctl.locks import LockHolder, LockReport, break_locks
 from pdctl.locks import show as show_lock
 from pdctl.logs import LogLine, LogQuery, logs
 from pdctl.restart import RestartOptions, RestartResult, restart
+from pdctl.scale import scale
 from pdctl.status import DeploymentStatus, ServiceStatus, status
 from pdctl.up import UpOptions, UpResult, plan_up, up
 
@@ -60,6 +62,7 @@ __all__ = [
     "on_service",
     "plan_up",
     "restart",
+    "scale",
     "silent",
     "status",
     "resolve_name",

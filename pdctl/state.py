@@ -31,6 +31,10 @@ class KnownDeployment:
     """(host, name) of all that the topology wanted."""
     at: float = 0.0
     """Unix time of that `up`, on the machine it ran on."""
+    recorded: dict[str, Any] = field(default_factory=dict)
+    """The topology of the last `up`, see `scaling`."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Role -> instances, where `scale` set another number than the topology has."""
 
     @staticmethod
     def parse(entry: dict[str, Any]) -> KnownDeployment | None:
@@ -40,7 +44,8 @@ class KnownDeployment:
             known = KnownDeployment(**{key: entry[key] for key in names & entry.keys()})
             hosts = {str(k): None if a is None else str(a) for k, a in known.hosts.items()}
             pairs = tuple((str(host), str(name)) for host, name in known.services)
-            return replace(known, hosts=hosts, services=pairs)
+            replicas = {str(role): int(n) for role, n in known.replicas.items()}
+            return replace(known, hosts=hosts, services=pairs, replicas=replicas)
         except (TypeError, ValueError, AttributeError):
             return None
 

@@ -38,6 +38,7 @@ __all__ = [
     "Host",
     "Instance",
     "LoadedTopology",
+    "ROLES",
     "MixedGroup",
     "PrefillGroup",
     "Router",

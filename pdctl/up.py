@@ -22,12 +22,13 @@ from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, Report
-from pdctl.find import Where, located, locked, register, whereabouts
+from pdctl.find import Where, latest_said, located, locked, register, whereabouts
 from pdctl.fleet import Fleet, on_all, raise_failures
 from pdctl.hosts import Host
 from pdctl.launch import Launch, Patience
 from pdctl.plan import Plan, allocate_ports, make_plan
 from pdctl.records import ServiceRecord
+from pdctl.scaling import count_of
 
 LOCK_WAIT_S = 3.0
 
@@ -69,24 +70,36 @@ class UpResult:
 def plan_up(path: Path, report: Report) -> Plan:
     """What `up` would do now. Takes no lock and changes nothing."""
     wanted = _read(path, report)
-    with located(None, Where(file=path)) as found:
+    with located(wanted.known.name, Where(file=path)) as found:
         if found.unreachable:
             raise_failures([*found.unreachable.values()], len(found.reachable()))
         ask = {"models": wanted.places}
         probes = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", ask)))
-        return _plan(wanted, found.hosts, found.records, dict(probes))
+        plan = _plan(wanted, found.hosts, found.records, dict(probes))
+        return _with_scale(plan, wanted, latest_said(found.answers.values(), plan.deployment))
 
 
 def up(path: Path, options: UpOptions, report: Report) -> UpResult:
     """Idempotent. Raises PdctlError when the deployment is not ready at the end."""
+    return bring_up(_read(path, report), "up", options, report)
+
+
+def bring_up(
+    wanted: Wanted,
+    purpose: str,
+    options: UpOptions,
+    report: Report,
+    *,
+    before: state.KnownDeployment | None = None,
+) -> UpResult:
+    """Carry out what is wanted. `before`: what this was made from, and what is known again when it
+    fails; without it, what is wanted does not depend on what was there.
+    """
     begun = time.monotonic()
-    wanted = _read(path, report)
-    name = wanted.topology.name
+    name, needed = wanted.topology.name, wanted.topology.used_hosts()
     with (
         terminated_like_interrupted(),
-        locked(
-            wanted.known, purpose="up", wait_s=LOCK_WAIT_S, needed=wanted.topology.used_hosts()
-        ) as fleet,
+        locked(wanted.known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet,
     ):
         for error in fleet.lost.values():
             report(Event("note", str(error)))
@@ -95,7 +108,14 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
         records = fleet.observe()
         ask = {"models": wanted.places}
         probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
-        plan = _plan(wanted, fleet.hosts, records, probes)
+        answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
+        said = latest_said((answer for _, answer in answers), name)
+        if before is not None and said is not None and said.at != before.at:
+            raise PdctlError(
+                f"{name} was changed meanwhile from {said.machine.partition(':')[0]}",
+                hint="look with `pdctl status`, and try again",
+            )
+        plan = _with_scale(_plan(wanted, fleet.hosts, records, probes), wanted, said)
         options.approve(plan)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         for note in _check(wanted, fleet, plan, records):
@@ -116,13 +136,16 @@ def up(path: Path, options: UpOptions, report: Report) -> UpResult:
             if isinstance(e, ServiceFailed):
                 for line in e.log_tail:
                     report(Event("log", line, e.service, e.host))
-            _save_evidence(fleet, path, e, report)
+            _save_evidence(fleet, wanted.path, e, report)
             raise
         finally:
             if not succeeded and options.keep_on_failure:
                 report(Event("note", f"kept for a look: {', '.join(launch.started) or 'nothing'}"))
             elif not succeeded:
                 launch.undo()
+                if before is not None:
+                    register(fleet, before)
+                    state.remember(before)
     return UpResult(
         name=name,
         endpoint=next(s.service.url for s in plan.steps if s.service.role == "router"),
@@ -154,12 +177,27 @@ def _read(path: Path, report: Report) -> Wanted:
     loaded = topology.load(path)
     for warning in loaded.warnings:
         report(Event("note", warning))
-    t = loaded.topology
+    return wanted_of(loaded.topology, path, whereabouts(None, Where(file=path)))
+
+
+def wanted_of(t: topology.Topology, path: Path, known: state.KnownDeployment) -> Wanted:
+    """Raises ModelNotFound when an instance is to run here and the model is not."""
     folder = path.resolve().parent
     here = any(t.hosts[i.host].local for i in t.instances())
     model = models.resolve(t.model, folder) if here else None
     places = models.host_places(t.model, folder)
-    return Wanted(t, path, model, places, whereabouts(None, Where(file=path)))
+    return Wanted(t, path, model, places, known)
+
+
+def _with_scale(plan: Plan, wanted: Wanted, said: state.KnownDeployment | None) -> Plan:
+    """Says what becomes of the numbers that `pdctl scale` had set."""
+    now = {role: count_of(wanted.topology, role) for role in topology.ROLES}
+    lost = [
+        f"`pdctl scale` had set {role}={count}; now it is {now[role]}"
+        for role, count in (said.replicas if said else {}).items()
+        if role in now and now[role] != count
+    ]
+    return replace(plan, notes=(*lost, *plan.notes))
 
 
 def _plan(

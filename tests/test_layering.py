@@ -22,7 +22,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "__init__ errors events services shim sizes yaml_marks",
         "topology_schema topology_checks topology wheelfile models wheels lockfile state init ask",
-        "plan batches command",
+        "plan batches scaling command",
         "hosts remote records",
         "agent health routing preflight",
         "fleet sending",
@@ -31,7 +31,8 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "status",
         "output documents",
         "collect",
-        "up down drain restart sync sync_host doctor doctor_checks doctor_network doctor_report",
+        "up down drain restart scale",
+        "sync sync_host doctor doctor_checks doctor_network doctor_report",
         "ops",
         "bench",
         "cli_edge cli_bench cli_change cli_files cli_hosts cli_look cli",

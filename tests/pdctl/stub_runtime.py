@@ -165,6 +165,8 @@ def main() -> None:
     if os.environ.get("STUB_EXIT"):
         print("no such device: the stub gives up", flush=True)
         sys.exit(int(os.environ["STUB_EXIT"]))
+    if os.environ.get("STUB_EXIT_UNLESS", config["name"]) != config["name"]:
+        sys.exit(3)
     if os.environ.get("STUB_IGNORE_TERM"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
