@@ -10,10 +10,13 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 TOPOLOGY ?= topologies/quickstart.yaml
 QUESTION ?= What is the capital of France? Answer in one sentence.
 NATIVE := $(wildcard native/CMakeLists.txt native/src/*)
+# The editable install knows where each module is: one that comes or moves needs a new install.
+MODULES := $(shell find pdctl runtime -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(MODULES)
 
 .PHONY: install install-test model quickstart test lint bench-handover soak clean
 
-install: $(VENV)/.installed
+install: $(INSTALLED)
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -26,8 +29,8 @@ $(VENV)/.torch: $(VENV)/.python
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	@touch $@
 
-# Editable, so that a change of Python code needs no new install; a change of C++ does, and make sees it.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
+# Editable, so that a change within a module needs no new install; a change of C++ does, and make sees it.
+$(INSTALLED): $(VENV)/.torch pyproject.toml $(NATIVE)
 	$(PIP) install 'scikit-build-core>=0.11' 'nanobind>=2.7' ninja
 	$(PIP) install --no-build-isolation -e '.[runtime]'
 	@$(BIN)/python -c 'import runtime._native'
@@ -35,7 +38,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
 
 install-test: install $(VENV)/.test
 
-$(VENV)/.test: pyproject.toml $(VENV)/.installed
+$(VENV)/.test: pyproject.toml $(INSTALLED)
 	$(PIP) install --no-build-isolation -e '.[runtime,test]'
 	@touch $@
 
