@@ -142,7 +142,7 @@ def test_across_hosts_everything_is_found_by_its_advertised_address(tmp_path: Pa
     assert str(read_back(prefill, tmp_path).peer) == "192.0.2.11:9100"
     assert config.device == "cuda:0"
     assert decode.env == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert decode.argv[0] == "/opt/pdctl/bin/python"
+    assert decode.argv[0] == "/venv/bin/python"
     assert decode.secret_files == {"api_keys": "PDCTL_API_KEYS"}
     assert config.api_key_file == "{dir}/api_keys"
 
