@@ -33,6 +33,8 @@ OLDEST_PYTHON = (3, 11)
 ROUTER = ("router",)
 """The extras of a host without instances: neither torch nor a model."""
 
+NOTHING = Lock(())
+
 State = Literal["unchanged", "synced", "planned", "own python", "failed"]
 
 
@@ -75,11 +77,10 @@ class Packs:
     locks: dict[tuple[tuple[str, ...], Target], Lock]
     made: dict[str, Path]
 
-    def lock(self, extras: tuple[str, ...], target: Target) -> Lock:
-        key = (extras, replace(target, python=""))
+    def lock(self, wanted: tuple[str, ...], target: Target) -> Lock:
+        key = (wanted, replace(target, python=""))
         with self.turn:
             if key not in self.locks:
-                wanted = wheels.requirements(extras)
                 house, upgrade = self.options.wheelhouse, self.options.upgrade
                 self.locks[key] = lockfile.resolve(wanted, target, house, upgrade=upgrade)
             return self.locks[key]
@@ -91,6 +92,9 @@ class Packs:
         return self._make(
             f"runtime {native}", lambda: wheels.runtime_wheel(self.folder, native=native)
         )
+
+    def source(self) -> Path:
+        return self._make("source", lambda: wheels.source_archive(self.folder))
 
     def _make(self, what: str, pack: Callable[[], Path]) -> Path:
         with self.turn:
@@ -115,7 +119,10 @@ class _Content:
     target: Target
     lock: Lock
     runtime: Path
+    """A wheel; with `build` an archive of sources."""
     native: bool
+    build: Lock = NOTHING
+    """What builds the runtime there; empty when ours fits."""
 
     @property
     def environment(self) -> str:
@@ -187,17 +194,21 @@ class Job:
 
     def _content(self, facts: Mapping[str, Any]) -> _Content:
         target = self._target(facts["pythons"])
-        instances = self.extras != ROUTER
-        if instances and not wheels.native_fits(target):
+        self._say("choosing packages")
+        lock = self.packs.lock(wheels.requirements(self.extras), target)
+        if self.extras == ROUTER:
+            return _Content(target, lock, self.packs.runtime(native=False), native=False)
+        if wheels.native_fits(target):
+            return _Content(target, lock, self.packs.runtime(native=True), native=True)
+        if not wheels.has_source():
             raise HostCommandError(
                 f"{self.host.name}: runtime._native of this machine ({wheels.here()}) does not fit "
-                f"{target} there",
+                f"{target} there, and there are no sources here to build it from",
                 host=self.host.name,
-                hint="install the same Python there, or build pdctl there and set `python:`",
+                hint="run this from a checkout of pdctl, or install the same Python there",
             )
-        self._say("choosing packages")
-        lock = self.packs.lock(self.extras, target)
-        return _Content(target, lock, self.packs.runtime(native=instances), instances)
+        build = self.packs.lock(wheels.build_requirements(), target)
+        return _Content(target, lock, self.packs.source(), native=True, build=build)
 
     def _target(self, pythons: Sequence[Mapping[str, Any]]) -> Target:
         """The interpreter there that is most like ours, else the first that is new enough."""
@@ -232,6 +243,7 @@ class Job:
             "runtime": content.runtime.name,
             "pip": self.packs.pip().name,
             "index": self.packs.options.wheelhouse is None,
+            "build": content.build.text,
             "code": wheels.runtime_code(),
             "native": content.native,
         }
@@ -243,10 +255,11 @@ class Job:
         """Our own wheels, and with a wheelhouse the packages that the environment lacks."""
         files = [content.runtime, self.packs.pip()]
         parcels = [parcel(f, f"{{code}}/wheels/{f.name}") for f in files]
-        if fresh and self.packs.options.wheelhouse is not None:
+        if self.packs.options.wheelhouse is not None:
+            packages = {*content.build.packages, *(content.lock.packages if fresh else ())}
             parcels += [
                 parcel(Path(p.path), f"{{code}}/wheels/{p.file}", p.sha256)
-                for p in content.lock.packages
+                for p in sorted(packages, key=lambda p: p.file)
             ]
         return parcels
 
@@ -255,6 +268,7 @@ def _about(content: _Content) -> str:
     versions = {p.name.lower(): p.version for p in content.lock.packages}
     torch = f", torch {versions['torch']}" if "torch" in versions else ""
     packages = f"{len(versions)} packages"
+    packages += ", its extension built there" if content.build.packages else ""
     return f"code {wheels.runtime_code()}, {content.target}{torch}, {packages}"
 
 

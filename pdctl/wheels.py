@@ -10,8 +10,10 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import platform
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -106,7 +108,7 @@ def requirements(extras: Iterable[str]) -> tuple[str, ...]:
 @cache
 def _extras() -> Mapping[str, tuple[str, ...]]:
     """From pyproject.toml in a checkout, where installed metadata may be older; else from that."""
-    project = runtime_folder().parent / "pyproject.toml"
+    project = _source_root() / "pyproject.toml"
     if project.exists():
         found = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
         return {name: tuple(texts) for name, texts in found.items()}
@@ -116,6 +118,21 @@ def _extras() -> Mapping[str, tuple[str, ...]]:
         name = marker.partition("extra ==")[2].strip(" \"')")
         extras.setdefault(name, []).append(requirement.strip())
     return {name: tuple(texts) for name, texts in extras.items()}
+
+
+def build_requirements() -> tuple[str, ...]:
+    """What a host needs beside a compiler to build our extension."""
+    project = tomllib.loads((_source_root() / "pyproject.toml").read_text())
+    return (*sorted(project["build-system"]["requires"]), "cmake>=3.15", "ninja")
+
+
+def has_source() -> bool:
+    """Whether pdctl runs from a checkout, which could be built elsewhere."""
+    return (_source_root() / "native" / "CMakeLists.txt").exists()
+
+
+def _source_root() -> Path:
+    return runtime_folder().parent
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -129,13 +146,26 @@ def runtime_wheel(folder: Path, *, native: bool) -> Path:
     if native and extension is not None:
         files[f"runtime/{extension.name}"] = extension
     content = {name: path.read_bytes() for name, path in files.items()}
-    digest = hashlib.sha256()
-    for name, data in content.items():
-        digest.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
-    version = f"{__version__}+{digest.hexdigest()[:12]}"
+    version = f"{__version__}+{_digest(content)}"
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     tag = f"{python}-{python}-linux_{platform.machine()}" if native else "py3-none-any"
     return _pack(folder, "pdctl_runtime", version, tag, content)
+
+
+def source_archive(folder: Path) -> Path:
+    """Pack what a host builds the runtime from, where our extension does not fit it."""
+    root = _source_root()
+    names = [p for part in ("pdctl", "runtime", "native") for p in (root / part).rglob("*")]
+    files = sorted(p for p in names if p.is_file() and p.suffix not in (".pyc", ".so"))
+    files += [root / name for name in ("LICENSE", "README.md", "pyproject.toml")]
+    content = {p.relative_to(root).as_posix(): p.read_bytes() for p in files}
+    path = folder / f"pdctl-source-{_digest(content)}.tar"
+    with tarfile.open(path, "w") as archive:
+        for name, data in content.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return path
 
 
 def pip_wheel(folder: Path) -> Path:
@@ -173,6 +203,13 @@ def _pack(folder: Path, name: str, version: str, tag: str, content: Mapping[str,
             entry.external_attr = 0o644 << 16
             z.writestr(entry, data)
     return path
+
+
+def _digest(content: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name, data in content.items():
+        digest.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
+    return digest.hexdigest()[:12]
 
 
 def _b64(data: bytes) -> str:

@@ -11,27 +11,20 @@ A directory without `complete.json` is a remnant of an interrupted install and i
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
-from collections.abc import Iterator
 from typing import Any
 
-from . import versions
-from .files import Refused, private_dir, read_json, write_json
+from .files import private_dir, read_json
 from .service import Service, deployment_names, service_names
 from .store import CODE, free_bytes
+from .venvs import COMPLETE, LOG, Work
 
 ID = re.compile(r"[0-9a-f]{16}\Z")
-COMPLETE = "complete.json"
-LOG = "install.log"
-LOCK = "requirements.txt"
-INSTALL_TIMEOUT_S = 3600.0
 NEWEST, OLDEST = 15, 11
 """Minor versions of Python 3 that are looked for."""
 _DESCRIBE = (
@@ -127,7 +120,7 @@ def _last_line(path: str) -> str:
 def install(base: str, request: dict[str, Any]) -> dict[str, Any]:
     """Make `id` of the wheels that were sent, and the current one. At once when it is there.
 
-    `lock`: a requirements file with hashes. `index`: packages come from the host's own index.
+    See `venvs.Work` for the other fields of the request.
     """
     os.makedirs(base, 0o700, exist_ok=True)
     root = os.path.join(base, CODE)
@@ -143,107 +136,6 @@ def install(base: str, request: dict[str, Any]) -> dict[str, Any]:
     _switch(root, request["id"])
     shutil.rmtree(os.path.join(root, "wheels"), ignore_errors=True)
     return {"id": request["id"], "pruned": prune(base)}
-
-
-class Work:
-    """One install: how its venvs are made, and where pip tells what it does."""
-
-    def __init__(self, root: str, request: dict[str, Any]) -> None:
-        self.root = root
-        self.request = request
-        self.log = os.path.join(root, LOG)
-        self.wheels = os.path.join(root, "wheels")
-
-    def environment(self, target: str) -> None:
-        """A venv with the locked packages."""
-        with self._making(target, {}) as python:
-            if self.request["lock"].strip():
-                self._pip(python)
-
-    def code(self, target: str, environment: str) -> None:
-        """A venv with the runtime, on top of an environment."""
-        record: dict[str, Any] = {"environment": os.path.basename(environment)}
-        with self._making(target, record) as python:
-            packages = _site_packages(os.path.join(target, "venv"))
-            below = _site_packages(os.path.join(environment, "venv"))
-            with open(os.path.join(packages, "pdctl_environment.pth"), "w") as f:
-                f.write(f"import site; site.addsitedir({below!r})\n")
-            # Our own wheel holds nothing but a package: to unpack it is to install it.
-            with zipfile.ZipFile(os.path.join(self.wheels, self.request["runtime"])) as z:
-                z.extractall(packages)
-            record["versions"] = self._verify(python)
-
-    @contextlib.contextmanager
-    def _making(self, target: str, record: dict[str, Any]) -> Iterator[str]:
-        """An empty venv to fill; its interpreter. Failed, it leaves nothing but the log."""
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            private_dir(target)
-            venv = os.path.join(target, "venv")
-            self._run([self.request["python"], "-I", "-m", "venv", "--without-pip", venv])
-            yield os.path.join(venv, "bin", "python")
-            write_json(os.path.join(target, COMPLETE), record)
-        except BaseException:
-            shutil.rmtree(target, ignore_errors=True)
-            raise
-
-    def _pip(self, python: str) -> None:
-        lock = os.path.join(self.wheels, LOCK)
-        with open(lock, "w") as f:
-            f.write(self.request["lock"])
-        # Run from its wheel, pip would be compiled anew each time.
-        pip = os.path.join(self.wheels, "unpacked")
-        with zipfile.ZipFile(os.path.join(self.wheels, self.request["pip"])) as z:
-            z.extractall(pip)
-        argv = [python, "-I", os.path.join(pip, "pip"), "install", "--no-deps", "--require-hashes"]
-        argv += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--no-color"]
-        argv += ["--no-warn-script-location", "--root-user-action=ignore"]
-        if not self.request["index"]:
-            argv += ["--no-index", "--find-links", self.wheels]
-        self._run([*argv, "-r", lock])
-
-    def _verify(self, python: str) -> dict[str, Any]:
-        """What was installed is what was sent."""
-        found = versions.ask(python)
-        if found.get("error") or found.get("code") != self.request["code"]:
-            why = found.get("error") or f"it has code {found.get('code') or 'none'}"
-            raise Refused("install", f"the installed runtime is not the sent one: {why}")
-        if self.request["native"] and found["native"]:
-            raise Refused(
-                "install",
-                f"runtime._native cannot be loaded here: {found['native']}",
-                f"see {self.log}",
-            )
-        return found
-
-    def _run(self, argv: list[str]) -> None:
-        env = dict(os.environ)
-        if not self.request["index"]:
-            env = {k: v for k, v in env.items() if not k.startswith("PIP_")}
-            env["PIP_CONFIG_FILE"] = os.devnull
-        with open(self.log, "w") as log:
-            try:
-                done = subprocess.run(
-                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd="/",
-                    timeout=INSTALL_TIMEOUT_S,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                raise Refused(
-                    "install", f"{argv[0]} did not end in {INSTALL_TIMEOUT_S:.0f} s"
-                ) from None
-        if done.returncode:
-            raise Refused("install", self._why(), f"all of it is in {self.log} on that host")
-
-    def _why(self) -> str:
-        with open(self.log, errors="replace") as f:
-            lines = [line.strip() for line in f if line.strip()]
-        full = [line for line in lines if "No space left on device" in line]
-        errors = [line for line in lines if line.startswith(("ERROR:", "Error:"))]
-        return (full or errors or lines or ["it ended without a word"])[-1]
-
-
-def _site_packages(venv: str) -> str:
-    return glob.glob(os.path.join(glob.escape(venv), "lib", "python3*", "site-packages"))[0]
 
 
 def _switch(root: str, name: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+import sys
+import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +106,17 @@ def test_our_wheel_is_the_same_each_time_and_reads_as_ours(tmp_path: Path) -> No
     assert wheels.runtime_wheel(tmp_path, native=False).name.endswith("-py3-none-any.whl")
 
 
+def test_what_a_host_builds_from_is_all_of_it_and_always_the_same(tmp_path: Path) -> None:
+    assert wheels.has_source() and any("nanobind" in r for r in wheels.build_requirements())
+    (tmp_path / "again").mkdir()
+    first, second = (wheels.source_archive(tmp_path / f) for f in (".", "again"))
+    assert first.name == second.name and first.read_bytes() == second.read_bytes()
+    with tarfile.open(first) as archive:
+        names = set(archive.getnames())
+    assert {"pyproject.toml", "README.md", "native/CMakeLists.txt", "runtime/link.py"} <= names
+    assert not [n for n in names if n.endswith((".so", ".pyc")) or n.startswith("tests")]
+
+
 def test_where_our_extension_fits() -> None:
     here = wheels.here()
     assert wheels.native_fits(here)
@@ -121,6 +136,33 @@ def test_requirements_of_extras() -> None:
     assert "manylinux_2_35_aarch64" not in target.platforms
     assert target.platforms[-1] == "linux_aarch64"
     assert replace(target, libc=(0, 0)).platforms == ("linux_aarch64",)
+
+
+WITH_AIOHTTP = {"multidict", "yarl"}
+
+
+@pytest.mark.parametrize(("extra", "parts"), [("router", ["router"]), ("runtime", [""])])
+def test_an_extra_has_all_that_its_part_of_the_runtime_imports(
+    extra: str, parts: list[str]
+) -> None:
+    """Hosts get the extra alone, not what the command line needs."""
+    names = (re.split(r"[^\w-]", r)[0] for r in wheels.requirements([extra]))
+    known = {name.lower().replace("-", "_") for name in names} | WITH_AIOHTTP
+    root = wheels.runtime_folder()
+    files = [f for part in parts for f in (root / part).rglob("*.py")] + list(root.glob("*.py"))
+    used = {name.split(".")[0] for f in files for name in imported(f)}
+    optional = {"cupy", "ibverbs", "pyverbs"}
+    assert used - set(sys.stdlib_module_names) - {"runtime"} - optional <= known
+
+
+def imported(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(str(node.module))
+    return found
 
 
 SYNCED = "/home/u/.pdctl/.code/0123456789abcdef/venv/bin/python"
