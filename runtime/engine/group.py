@@ -41,7 +41,8 @@ class Group:
                 timeout=timedelta(seconds=STEP_S),
             )
         except RuntimeError as e:
-            raise RankError(f"the {shard.size} ranks did not come together: {e}") from e
+            first_line = str(e).partition("\n")[0]
+            raise RankError(f"the {shard.size} ranks did not meet: {first_line}") from e
 
     @property
     def shard(self) -> Shard:

@@ -192,8 +192,9 @@ class _Core:
             if self._role:
                 await self._role.close()
             await thread.stop(_LOST_STOP_S if ranks.lost.done() else _ENGINE_STOP_S)
-            writer.transport.abort()
             await ranks.close(thread.failure())
+            # Last: the front gives this process little time from here on.
+            writer.transport.abort()
         return self._exit_code(thread, ranks)
 
     def _exit_code(self, thread: _EngineThread, ranks: RankProcesses) -> int:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -20,11 +19,8 @@ from runtime.engine.rank_protocol import FromRank, RankLoaded, RankStart, RankUp
 from runtime.errors import RankError
 from runtime.link import BlockingLink, LinkClosed
 
-_log = logging.getLogger(__name__)
-
 STEP_S = 60.0
 """A rank that does not do its part of a step, or take the next one, for this long is lost."""
-_END_S = 5.0
 _NAME_S = 2.0
 
 
@@ -73,7 +69,6 @@ class RankProcesses:
         self._tp_size = tp_size
         self._processes: list[Process] = []
         self._sockets: list[socket.socket] = []
-        self._files: list[int] = []
         self._watches: list[asyncio.Task[None]] = []
         self._ending = False
         self.lost: asyncio.Future[RankError] = asyncio.get_running_loop().create_future()
@@ -81,8 +76,7 @@ class RankProcesses:
 
     async def start(self) -> RankLinks:
         """Must be called on the main thread: a child dies with the thread that started it."""
-        self._files = [os.memfd_create(f"pdctl-{what}") for what in ("meeting", "pool")]
-        meeting, pool = self._files
+        meeting, pool = (os.memfd_create(f"pdctl-{what}") for what in ("meeting", "pool"))
         for rank in range(1, self._tp_size):
             ours, theirs = socket.socketpair()
             self._sockets.append(ours)
@@ -123,18 +117,9 @@ class RankProcesses:
             # The engine may have heard first; how the process ended says more.
             await asyncio.wait([self.lost], timeout=_NAME_S)
         self._ending = True
-        for sock in self._sockets:
-            sock.close()
-        if self._watches:
-            _, running = await asyncio.wait(self._watches, timeout=_END_S)
-            if running:
-                _log.warning("%d ranks did not end within %g s: killed", len(running), _END_S)
-                self._kill()
-                await asyncio.wait(running)
-        for fd in self._files:
-            os.close(fd)
-
-    def _kill(self) -> None:
         for process in self._processes:
             if process.returncode is None:
-                process.kill()
+                process.kill()  # it may be in the middle of loading, and holds nothing
+        if self._watches:
+            await asyncio.wait(self._watches)
+        # Sockets and files go with this process: the engine's thread may still be at them.

@@ -110,7 +110,8 @@ class LeadingRunner:
             self._links.compute(Step(chunks))
             return self._runner.compute(chunks)
         except Exception as e:
-            raise RankError(f"a step of the ranks failed: {e}") from e
+            first_line = str(e).partition("\n")[0]
+            raise RankError(f"a step of the ranks failed: {first_line}") from e
 
 
 def chunks_of(work: Items[Work], block_size: int) -> tuple[Chunk, ...]:
