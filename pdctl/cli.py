@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -138,6 +139,7 @@ def ask(
     timeout: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="Longest silence.")
     ] = 120.0,
+    as_json: AsJson = False,
 ) -> None:
     """Ask one question; show how it was served.
 
@@ -147,20 +149,24 @@ def ask(
     from pdctl.ask import ask as ask_endpoint
     from pdctl.ask import describe, first_model
 
-    url = endpoint or ops.status(ops.resolve_name(name)).endpoint
-
     def show(piece: str) -> None:
-        typer.echo(piece, nl=False)
-        sys.stdout.flush()
+        if not as_json:
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
 
-    answer = ask_endpoint(
-        url,
-        question,
-        model=model or first_model(url),
-        max_tokens=max_tokens,
-        timeout_s=timeout,
-        on_text=show,
-    )
+    with errors_as(as_json):
+        url = endpoint or ops.status(name).endpoint
+        answer = ask_endpoint(
+            url,
+            question,
+            model=model or first_model(url),
+            max_tokens=max_tokens,
+            timeout_s=timeout,
+            on_text=show,
+        )
+    if as_json:
+        print_json({"schema": "pdctl.ask/1", **asdict(answer)})
+        return
     typer.echo()
     for line in describe(answer):
         typer.echo(line, err=True)

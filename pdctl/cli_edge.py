@@ -87,10 +87,16 @@ def seconds_ago(text: str) -> float:
 
 
 @contextlib.contextmanager
-def errors_as(as_json: bool) -> Iterator[None]:
-    """With --json a failure is a document on stdout too; the message on stderr stays."""
+def errors_as(as_json: bool, doing: str = "") -> Iterator[None]:
+    """With --json a failure is a document on stdout too; the message on stderr stays.
+
+    `doing` is said when it takes longer than a moment.
+    """
+    from pdctl.output import Patience
+
     try:
-        yield
+        with Patience(doing) if doing else contextlib.nullcontext():
+            yield
     except PdctlError as e:
         if as_json:
             from pdctl.output import error_document

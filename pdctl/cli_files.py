@@ -43,11 +43,16 @@ def init(
     template: Annotated[
         str, typer.Option(help="quickstart, mixed, two-hosts, or reference with every key.")
     ] = "quickstart",
+    as_json: AsJson = False,
 ) -> None:
     """Write a commented topology; never overwrite."""
     from pdctl.init import write_template
 
-    target = write_template(path, template)
+    with errors_as(as_json):
+        target = write_template(path, template)
+    if as_json:
+        print_json({"schema": "pdctl.init/1", "path": str(target)})
+        return
     typer.echo(f"wrote {target}")
     advise(f"pdctl validate {target}   pdctl up {target}")
 
@@ -82,8 +87,14 @@ def model_list(as_json: AsJson = False) -> None:
 @model_app.command("pull")
 def model_pull(
     alias: Annotated[str, typer.Argument(metavar="NAME", help="See `pdctl model list`.")],
+    as_json: AsJson = False,
 ) -> None:
     """Bring a known model onto this machine and print its path. At once when it is here."""
     from pdctl import models
 
-    typer.echo(models.pull(alias, report=models.StderrProgress()))
+    with errors_as(as_json):
+        path = models.pull(alias, report=models.StderrProgress())
+    if as_json:
+        print_json({"schema": "pdctl.model/1", "name": alias, "path": str(path)})
+    else:
+        typer.echo(path)

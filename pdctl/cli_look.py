@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -24,7 +24,9 @@ from pdctl.cli_edge import (
 from pdctl.errors import EXIT_DEGRADED, EXIT_OK, EXIT_UNREACHABLE, UsageError
 
 if TYPE_CHECKING:
+    from pdctl.find import Where
     from pdctl.locks import LockHolder
+    from pdctl.output import Screen
 
 WATCH_S = 2.0
 
@@ -47,16 +49,13 @@ def status(
     """
     from pdctl import ops
     from pdctl.documents import status_text
-    from pdctl.output import Screen, json_line
+    from pdctl.output import Screen
 
     screen, place = Screen.of(sys.stdout), where(file, host)
-    with errors_as(as_json):
-        while watch:
-            found = ops.status(name, place)
-            clear = "\x1b[H\x1b[2J" if screen.live and not as_json else ""
-            text = json_line(found.to_json()) if as_json else status_text(found, screen)
-            typer.echo(clear + text)
-            time.sleep(WATCH_S)
+    if watch:
+        with errors_as(as_json):
+            _watch(name, place, screen, as_json=as_json)
+    with errors_as(as_json, "asking the hosts"):
         found = ops.status(name, place)
     if as_json:
         print_json(found.to_json())
@@ -65,6 +64,26 @@ def status(
     if found.unreachable:
         raise typer.Exit(EXIT_UNREACHABLE)
     raise typer.Exit(EXIT_OK if found.healthy else EXIT_DEGRADED)
+
+
+def _watch(name: str | None, place: Where, screen: Screen, *, as_json: bool) -> NoReturn:
+    from pdctl import ops
+    from pdctl.documents import status_text
+    from pdctl.output import json_line, repaint
+
+    first = True
+    while True:
+        found = ops.status(name, place)
+        if as_json:
+            typer.echo(json_line(found.to_json()))
+        elif screen.live:
+            now = time.strftime("%H:%M:%S")
+            typer.echo(repaint(f"{status_text(found, screen)}\n{now}", first=first), nl=False)
+        else:
+            typer.echo(status_text(found, screen))
+        sys.stdout.flush()
+        first = False
+        time.sleep(WATCH_S)
 
 
 def logs(
@@ -131,7 +150,7 @@ def audit(
     from pdctl.documents import audit_text
     from pdctl.output import Screen
 
-    with errors_as(as_json):
+    with errors_as(as_json, "asking the hosts"):
         entries = ops.audit(name, lines, where(file, host))
     if as_json:
         print_json(to_json(entries))
@@ -155,7 +174,7 @@ def collect(
     """
     from pdctl import ops
 
-    with errors_as(as_json):
+    with errors_as(as_json, "collecting from the hosts"):
         saved = ops.collect(name, folder, where(file, host))
     if as_json:
         print_json({"schema": "pdctl.collect/1", "path": str(saved)})
@@ -214,7 +233,7 @@ def lock_show(
     """Show who holds the lock."""
     from pdctl import ops
 
-    with errors_as(as_json):
+    with errors_as(as_json, "asking the hosts"):
         report = ops.show_lock(name, where(file, host))
     if as_json:
         print_json(report.to_json())

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -238,3 +239,56 @@ class Progress:
         self._live = text[: (self._screen.width or 80) - 1]
         self._stream.write(f"\r\x1b[K{self._live}")
         self._stream.flush()
+
+
+class Patience:
+    """Says what is waited for, as soon as it takes longer than `AFTER_S`; gone when it ends.
+
+    On a terminal a line that counts the seconds; elsewhere one plain line, later.
+    """
+
+    AFTER_S = 1.0
+    AFTER_PLAIN_S = 5.0
+
+    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+        self._what = what
+        self._stream = stream if stream is not None else sys.stderr
+        self._screen = Screen.of(self._stream)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+
+    def __enter__(self) -> Patience:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        begun = time.monotonic()
+        live = self._screen.live
+        if self._over.wait(self.AFTER_S if live else self.AFTER_PLAIN_S):
+            return
+        mark = self._screen.symbol("waiting")
+        if not live:
+            print(f"{mark} {self._what}", file=self._stream, flush=True)
+            return
+        while True:
+            text = f"{mark} {duration(time.monotonic() - begun)}  {self._what}"
+            self._stream.write(f"\r\x1b[K{text[: (self._screen.width or 80) - 1]}")
+            self._stream.flush()
+            if self._over.wait(_SPINNER_S):
+                break
+        self._stream.write("\r\x1b[K")
+        self._stream.flush()
+
+
+def repaint(text: str, *, first: bool) -> str:
+    """What draws `text` over what is on the terminal, without clearing it before: no flicker.
+
+    Lines that do not fit the screen are left out: it must not scroll.
+    """
+    lines = text.splitlines()[: shutil.get_terminal_size().lines - 1]
+    begin = "\x1b[2J\x1b[H" if first else "\x1b[H"
+    return begin + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
