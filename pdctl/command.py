@@ -127,6 +127,7 @@ def _router_launch(topology: Topology, ports: Ports, host: HostFacts) -> Launch:
         "listen": {"host": bind, "port": ports["router"]["http"]},
         "policy": router.policy,
         "request_timeout_s": topology.request_timeout,
+        "drain_timeout_s": topology.drain_timeout,
         "retries": router.retries,
     }
     return Launch(_argv(host.python, "router"), {}, config)

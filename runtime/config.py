@@ -117,6 +117,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     policy: PolicyName = "least_loaded"
     request_timeout_s: float = 600.0
     heartbeat_timeout_s: float = 6.0
+    drain_timeout_s: float = 30.0
+    """How long streams may go on after SIGTERM."""
     max_body_bytes: int = 8 << 20
     retries: int = 1
     """How often a request that failed before its first byte is tried on another pair."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from supervision import Home
+
 PREFILL = {"host": "local", "threads": 1, "kv_cache": "256MiB"}
 DECODE = {"host": "local", "threads": 1, "kv_cache": "256MiB", "cpu_buffer": "128MiB"}
 
@@ -32,8 +34,10 @@ def free_ports(count: int) -> list[int]:
             s.close()
 
 
-def segments() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith("pdctl.")}
+def descendants(pid: int) -> list[int]:
+    """A process and all its children, parents first."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(d for c in children for d in descendants(int(c)))]
 
 
 @dataclass
@@ -94,6 +98,11 @@ class Deployment:
     def endpoint(self) -> str:
         return str(self.status()["endpoint"])
 
+    def segments(self) -> list[str]:
+        """Its shared memory: other deployments, also those of other tests, have their own."""
+        found = Home(self.lab.root).segments()
+        return [name for name in found if name.split(".")[1] == self.name]
+
     def service(self, name: str) -> dict[str, Any]:
         return next(s for s in self.status()["services"] if s["name"] == name)
 
@@ -117,7 +126,6 @@ class Deployment:
 
 def running(lab: Lab, name: str, **sections: Any) -> Iterator[Deployment]:
     """A deployment for the time of a fixture; that `down` leaves nothing is checked every time."""
-    before = segments()
     deployment = Deployment(lab, name, lab.topology(name, **sections))
     result = deployment.up()
     try:
@@ -126,4 +134,4 @@ def running(lab: Lab, name: str, **sections: Any) -> Iterator[Deployment]:
     finally:
         down = deployment.down()
     assert down.returncode == 0, down.stderr
-    assert segments() <= before
+    assert deployment.segments() == []

@@ -29,7 +29,6 @@ from runtime.router.replies import error_response
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
 LINGER_S = 2.0
 """How long the rest of a refused body is thrown away, so that the client gets to see the answer."""
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
@@ -60,7 +59,7 @@ class RouterServer:
             self._make_app(session, self._prober),
             access_log=None,
             handler_cancellation=True,
-            shutdown_timeout=DRAIN_S,
+            shutdown_timeout=self._config.drain_timeout_s,
             lingering_time=LINGER_S,
             auto_decompress=False,
         )
@@ -76,7 +75,7 @@ class RouterServer:
             ) from e
 
     async def stop(self) -> None:
-        """Take no new connection; wait for what runs, DRAIN_S at most."""
+        """Take no new connection; wait for what runs, drain_timeout_s at most."""
         if self._runner is not None:
             await self._runner.cleanup()
         if self._prober is not None:
@@ -159,7 +158,7 @@ async def _serve(config: RouterConfig, token: bytes, api_keys: tuple[bytes, ...]
     await server.start()
     log.info("listening on %s, policy %s", config.listen.url, config.policy)
     await stop.wait()
-    log.info("stopping: streams may finish for up to %g s", DRAIN_S)
+    log.info("stopping: streams may finish for up to %g s", config.drain_timeout_s)
     await server.stop()
     log.info("stopped")
 

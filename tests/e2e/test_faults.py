@@ -8,11 +8,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import aiohttp
 import pytest
-from lab import DECODE, MODEL_NAME, PREFILL, Deployment, Lab, running
+from lab import DECODE, MODEL_NAME, PREFILL, Deployment, Lab, descendants, running
 from streams import Stream, stream_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(300)]
@@ -24,12 +23,6 @@ LONG = "The tide came in and the tide went out, and nobody counted. " * 60
 def fragile(lab: Lab) -> Iterator[Deployment]:
     """Its own deployment: processes die in it."""
     yield from running(lab, "fragile", prefill=[PREFILL], decode=[DECODE])
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and all its children, parents first."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(d for c in children for d in descendants(int(c)))]
 
 
 def body(prompt: str, max_tokens: int) -> dict[str, object]:

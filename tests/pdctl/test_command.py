@@ -111,6 +111,7 @@ def test_the_quickstarts_router_word_for_word() -> None:
         "listen": {"host": "127.0.0.1", "port": 8000},
         "policy": "least_loaded",
         "request_timeout_s": 600.0,
+        "drain_timeout_s": 30.0,
         "retries": 1,
     }
     assert (router.url, router.ports) == ("http://127.0.0.1:8000", {"http": 8000})
