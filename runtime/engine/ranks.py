@@ -19,7 +19,7 @@ from runtime.engine.rank_protocol import FromRank, RankLoaded, RankStart, RankUp
 from runtime.errors import RankError
 from runtime.link import BlockingLink, LinkClosed
 
-STEP_S = 60.0
+STEP_S = 30.0
 """A rank that does not do its part of a step, or take the next one, for this long is lost."""
 _NAME_S = 2.0
 
