@@ -27,7 +27,7 @@ from pdctl.doctor_checks import (
 from pdctl.doctor_network import Edge, Network, Pair, Reached, edges
 from pdctl.errors import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, HostUnreachable, PdctlError
 from pdctl.events import Event, Report
-from pdctl.fleet import on_all, opened
+from pdctl.fleet import attempt_all, opened
 from pdctl.hosts import Host
 from pdctl.plan import allocate_ports
 from pdctl.records import ServiceRecord, parse_services
@@ -77,12 +77,13 @@ def diagnose(path: Path, report: Report) -> Diagnosis:
     addresses = {k: None if t.hosts[k].local else t.hosts[k].address for k in used}
     with opened(addresses) as hosts:
         report(Event("wait", f"asking {len(used)} hosts", "hosts"))
-        asked = dict(zip(used, on_all(used, lambda k: _first_look(t, hosts[k])), strict=True))
+        looks = attempt_all(used, lambda k: _first_look(t, hosts[k]))
+        asked = dict(zip(used, looks, strict=True))
         lost = {k: a for k, a in asked.items() if isinstance(a, PdctlError)}
         known = {k: a for k, a in asked.items() if isinstance(a, _Look)}
         services = _services(t, hosts, known)
         exam = _Exam(t, path, hosts, services)
-        found = on_all(list(known), lambda k: exam.view(k, known[k]))
+        found = attempt_all(list(known), lambda k: exam.view(k, known[k]))
         views = [v for v in found if isinstance(v, View)]
         lost |= {k: v for k, v in zip(known, found, strict=True) if isinstance(v, PdctlError)}
         return _judged(t, views, lost, _try_network(t, hosts, services, views, report))
@@ -100,18 +101,14 @@ class _Look:
     probe: Mapping[str, Any]
 
 
-def _first_look(t: Topology, host: Host) -> _Look | PdctlError:
-    try:
-        answer = shim_call(host, "status", {"deployment": t.name, "scan": False})
-        # Only now: the first call has brought the shim there.
-        asked, before = time.time(), time.monotonic()
-        theirs = float(shim_call(host, "clock", {})["time"])
-        half = (time.monotonic() - before) / 2
-        clock = Clock(theirs - asked - half, half)
-        probe = shim_call(host, "probe", {})
-        return _Look(clock, parse_services(host.name, answer["services"]), probe)
-    except PdctlError as e:
-        return e
+def _first_look(t: Topology, host: Host) -> _Look:
+    answer = shim_call(host, "status", {"deployment": t.name, "scan": False})
+    # Only now: the first call has brought the shim there.
+    asked, before = time.time(), time.monotonic()
+    theirs = float(shim_call(host, "clock", {})["time"])
+    half = (time.monotonic() - before) / 2
+    clock = Clock(theirs - asked - half, half)
+    return _Look(clock, parse_services(host.name, answer["services"]), shim_call(host, "probe", {}))
 
 
 def _services(
@@ -136,19 +133,16 @@ class _Exam:
     hosts: Mapping[str, Host]
     services: tuple[ServiceSpec, ...]
 
-    def view(self, key: str, look: _Look) -> View | PdctlError:
+    def view(self, key: str, look: _Look) -> View:
         t, entry = self.topology, self.topology.hosts[key]
         here = tuple(s for s in self.services if s.host == key)
         places = models.host_places(t.model, self.path.resolve().parent)
         others = [a for k in t.used_hosts() if k != key and (a := t.hosts[k].reachable_at)]
         names = [a for a in (entry.reachable_at,) if a is not None]
         host = self.hosts[key]
-        try:
-            request = preflight.probe_request(here, places)
-            probe = shim_call(host, "probe", request, timeout=TIMEOUT_S)
-            facts = shim_call(host, "facts", {"names": names, "towards": others})
-        except PdctlError as e:
-            return e
+        request = preflight.probe_request(here, places)
+        probe = shim_call(host, "probe", request, timeout=TIMEOUT_S)
+        facts = shim_call(host, "facts", {"names": names, "towards": others})
         instances = tuple(i for i in t.instances() if i.host == key)
         return View(key, entry, probe, facts, look.clock, here, instances, look.records)
 

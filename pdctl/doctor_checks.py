@@ -16,7 +16,7 @@ from pdctl.doctor_network import HERE, Edge, Heard, Reached
 from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
 from pdctl.sizes import format_size
-from pdctl.topology import DecodeGroup, Host, Instance, Topology
+from pdctl.topology import Host, Instance, Topology
 from pdctl.topology_schema import is_loopback
 
 SKEW_S = 0.5
@@ -94,9 +94,9 @@ def host_troubles(view: View, code: str, topology: Topology) -> Iterator[Trouble
     if computes and not view.entry.local and not view.probe["model"]:
         what = f"model {topology.model} is not there"
         yield Trouble(view.key, what, "run `pdctl sync TOPOLOGY --model`")
-    yield from _limits(view)
+    yield from _limits(view, topology)
     yield from _gpus(view)
-    yield from _rdma(view)
+    yield from _rdma(view, topology)
     if abs(view.clock.ahead) - view.clock.error > SKEW_S:
         what = f"its clock is {view.clock} from ours: times in logs will not compare"
         yield Trouble(view.key, what, "run an NTP client there (chrony)", severe=False)
@@ -107,7 +107,7 @@ def _split(key: str, line: str) -> Trouble:
     return Trouble(key, what, f"run `{do}" if do else "")
 
 
-def _limits(view: View) -> Iterator[Trouble]:
+def _limits(view: View, topology: Topology) -> Iterator[Trouble]:
     facts, buffers = view.facts, sum(s.cpu_buffer_bytes for s in view.services)
     memlock = facts["memlock"]
     if buffers and not facts["may_lock"] and 0 <= memlock < buffers:
@@ -116,8 +116,7 @@ def _limits(view: View) -> Iterator[Trouble]:
             f"cpu_buffer takes {format_size(buffers)}: it may be swapped out, RDMA will not take it"
         )
         do = "set memlock in /etc/security/limits.conf (LimitMEMLOCK under systemd), log in again"
-        wanted = any(_transfer(i) == "rdma" for i in view.instances)
-        yield Trouble(view.key, what, do, severe=wanted)
+        yield Trouble(view.key, what, do, severe=_wants_rdma(view, topology))
     if 0 <= facts["nofile"] < NOFILE:
         what = f"at most {facts['nofile']} files may be open: each connection takes one"
         yield Trouble(view.key, what, "set nofile in /etc/security/limits.conf", severe=False)
@@ -148,20 +147,24 @@ def _gpus(view: View) -> Iterator[Trouble]:
 
 def _devices(view: View) -> Iterator[tuple[Instance, int]]:
     for instance in view.instances:
-        if instance.group.devices:
-            yield instance, instance.group.devices[instance.replica]
+        ranks = instance.group.tp_size
+        first = instance.replica * ranks
+        for index in instance.group.devices[first : first + ranks]:
+            yield instance, index
 
 
-def _rdma(view: View) -> Iterator[Trouble]:
-    if not any(_transfer(i) == "rdma" for i in view.instances) or view.rdma_ports:
+def _rdma(view: View, topology: Topology) -> Iterator[Trouble]:
+    if not _wants_rdma(view, topology) or view.rdma_ports:
         return
     found = ", ".join(f"{p['device']}/{p['port']} {p['state']}" for p in view.facts["rdma"])
     what = f"rdma was asked for, and no port is active with a GID (there: {found or 'none'})"
     yield Trouble(view.key, what, "bring the device up (`rdma link`), or use `transfer: tcp`")
 
 
-def _transfer(instance: Instance) -> str:
-    return str(instance.group.transfer) if isinstance(instance.group, DecodeGroup) else ""
+def _wants_rdma(view: View, topology: Topology) -> bool:
+    """What decode asks for takes prefill's hosts too."""
+    asked = any(group.transfer == "rdma" for group in topology.decode)
+    return asked and any(i.role in ("prefill", "decode") for i in view.instances)
 
 
 # ---- addresses and connections -------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from pdctl.agent import request_text, shim_argv, shim_call
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.fleet import on_all
+from pdctl.fleet import attempt_all, on_all
 from pdctl.hosts import Host
 from pdctl.services import ServiceSpec
 from pdctl.shim import measure
@@ -102,30 +102,39 @@ class Network:
         self._services = services
         self._token = secrets.token_hex(16)
         self.heard: dict[str, Heard] = {}
-        self.errors: dict[str, str] = {}
 
     @contextlib.contextmanager
     def listening(self, running: frozenset[str]) -> Iterator[None]:
         """`running`: services that have their ports already."""
         with contextlib.ExitStack() as stack:
-            for key, host in self._hosts.items():
-                ours = [s for s in self._services if s.host == key and s.name not in running]
-                request = {
-                    "binds": [[p, s.bind] for s in ours for p in s.ports.values()],
-                    "any": listen_address(self._t, key),
-                    "token": self._token,
-                    "name": key,
-                    "seconds": LISTEN_S,
-                }
-                channel = host.channel(shim_argv(host, "listen"))
-                stack.callback(channel.close)
-                channel.send(request_text(host, "listen", request))
-                line = channel.receive(MARGIN_S)
-                while line is not None and not line.startswith("{"):
-                    line = channel.receive(MARGIN_S)  # what the login's shell had to say
-                answer: dict[str, Any] = json.loads(line) if line else NOTHING
-                self.heard[key] = Heard(answer["any"], answer["failed"])
+
+            def listen(key: str) -> Heard:
+                try:
+                    return self._listen(key, running, stack)
+                except PdctlError as e:
+                    return Heard(0, {"any": str(e)})
+
+            self.heard = dict(zip(self._hosts, on_all(list(self._hosts), listen), strict=True))
             yield
+
+    def _listen(self, key: str, running: frozenset[str], stack: contextlib.ExitStack) -> Heard:
+        ours = [s for s in self._services if s.host == key and s.name not in running]
+        request = {
+            "binds": [[p, s.bind] for s in ours for p in s.ports.values()],
+            "any": listen_address(self._t, key),
+            "token": self._token,
+            "name": key,
+            "seconds": LISTEN_S,
+        }
+        host = self._hosts[key]
+        channel = host.channel(shim_argv(host, "listen"))
+        stack.callback(channel.close)
+        channel.send(request_text(host, "listen", request))
+        line = channel.receive(MARGIN_S)
+        while line is not None and not line.startswith("{"):
+            line = channel.receive(MARGIN_S)  # what the login's shell had to say
+        answer: dict[str, Any] = json.loads(line) if line else NOTHING
+        return Heard(answer["any"], answer["failed"])
 
     def reach(self, wanted: Sequence[Edge], plain: frozenset[str]) -> dict[Edge, Reached]:
         """Try all connections, from all sources at once. `plain`: services, not listeners."""
@@ -167,10 +176,8 @@ class Network:
     def copies(self, keys: Sequence[str]) -> dict[str, float]:
         """Key -> bytes a second into shared memory by one thread."""
         known = [k for k in dict.fromkeys(keys) if k in self._hosts]
-        if not known:
-            return {}
-        answers = on_all(known, lambda k: float(shim_call(self._hosts[k], "copy", {})["rate"]))
-        return dict(zip(known, answers, strict=True))
+        answers = attempt_all(known, lambda k: float(shim_call(self._hosts[k], "copy", {})["rate"]))
+        return {k: a for k, a in zip(known, answers, strict=True) if isinstance(a, float)}
 
     def _ask(self, source: str, targets: list[dict[str, Any]]) -> list[Reached]:
         request = {"targets": targets, "token": self._token}

@@ -76,7 +76,7 @@ def _extras(t: Topology, keys: Sequence[str]) -> tuple[str, ...]:
     extras = ["runtime"]
     if any(g.devices for g in groups):
         extras.append("cuda12")
-    if any(str(g.transfer) == "rdma" for g in t.decode):
+    if any(group.transfer == "rdma" for group in t.decode):
         extras.append("rdma")
     return tuple(extras)
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from pdctl import command, models, preflight, state, topology, wheels
-from pdctl.agent import shim_call
+from pdctl.agent import Session, shim_call
 from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError, ServiceFailed
@@ -237,24 +237,29 @@ def _check(wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRe
     """Per machine: several keys may share its ports and memory. Returns what is only odd."""
     starting = [s.service for s in plan.of("start", "replace")]
     ending = {s.service.name for s in plan.of("replace", "remove")}
-    problems: list[str] = []
-    versions: dict[str, Mapping[str, Any]] = {}
-    for session in fleet.sessions:
+    keys = {h.name: {k for k, o in fleet.hosts.items() if o is h} for h in fleet.hosts.values()}
+
+    def probed(session: Session) -> dict[str, Any]:
         host = session.host
-        keys = {key for key, other in fleet.hosts.items() if other is host}
-        here = [s for s in starting if s.host in keys]
+        here = [s for s in starting if s.host in keys[host.name]]
         computes = any(s.role != "router" for s in here)
         request = preflight.probe_request(here, wanted.places if computes else ())
         if host.is_local and computes and wanted.model is not None:
             request["paths"] = [str(wanted.model.path)]
-        facts = session.call("probe", request)
-        if computes and not _model_path(wanted, host, facts):
+        return session.call("probe", request)
+
+    problems: list[str] = []
+    versions: dict[str, Mapping[str, Any]] = {}
+    for (name, facts), session in zip(fleet.on_sessions(probed), fleet.sessions, strict=True):
+        here = [s for s in starting if s.host in keys[name]]
+        computes = any(s.role != "router" for s in here)
+        if computes and not _model_path(wanted, session.host, facts):
             fix = f"run `pdctl sync {wanted.path} --model`"
-            problems.append(f"{host.name}: model {wanted.topology.model} is not there: {fix}")
-        leaving = [r for r in records if r.host in keys and r.name in ending]
-        problems += preflight.check_versions(host.name, facts, here, wheels.runtime_code())
-        problems += preflight.check_host(host.name, facts, here, leaving)
-        versions.update((host.name, v) for v in facts["versions"].values())
+            problems.append(f"{name}: model {wanted.topology.model} is not there: {fix}")
+        leaving = [r for r in records if r.host in keys[name] and r.name in ending]
+        problems += preflight.check_versions(name, facts, here, wheels.runtime_code())
+        problems += preflight.check_host(name, facts, here, leaving)
+        versions.update((name, v) for v in facts["versions"].values())
     preflight.raise_problems(problems)
     return preflight.differing_versions(versions)
 
