@@ -136,7 +136,12 @@ def register(fleet: Fleet, known: KnownDeployment) -> None:
         keys = sorted(key for key, host in fleet.hosts.items() if host is session.host)
         return session.call("register", {"known": {**asdict(known), "keys": keys}})
 
-    fleet.on_sessions(tell)
+    try:
+        fleet.on_sessions(tell)
+    except PdctlError:
+        fleet.tolerate()
+        fleet.purge([])  # where nothing runs it is forgotten again
+        raise
 
 
 def latest_said(answers: Iterable[Mapping[str, Any]], name: str) -> KnownDeployment | None:

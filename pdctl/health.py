@@ -72,7 +72,10 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
     try:
         while waiting:
             # Looked at in every round, also while a /ready hangs.
+            looked = time.monotonic()
             records = _living(waiting, watcher)
+            # Of many hosts a look takes long: half of the time is for other things.
+            pause = max(time.monotonic() - looked, SLOW_POLL_S if looked - begun > 3.0 else POLL_S)
             for name in [n for n, f in asked.items() if f.done()]:
                 answer = asked.pop(name).result()
                 reasons[name] = answer.reason
@@ -87,10 +90,7 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
                 name = next(iter(waiting))
                 raise _late(waiting[name], reasons[name], time.monotonic() - begun, watcher)
             if waiting:
-                slow = time.monotonic() - begun > 3.0
-                time.sleep(
-                    max(0.0, min(SLOW_POLL_S if slow else POLL_S, deadline - time.monotonic()))
-                )
+                time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pdctl.agent import shim_call
 from pdctl.errors import UsageError
 from pdctl.find import ANYWHERE, Found, Where, deployments, located
-from pdctl.fleet import machines, on_all
 from pdctl.health import get_json, probe_ready
 from pdctl.hosts import Host
 from pdctl.locks import LockHolder, holders
@@ -129,7 +128,7 @@ def assess(found: Found) -> DeploymentStatus:
         others = deployments()
         hint = f"there are: {', '.join(others)}" if others else "start one: `pdctl up TOPOLOGY`"
         raise UsageError(f"there is no deployment {found.name}", hint=hint)
-    in_router = _router_view(records, found.reachable())
+    in_router = _router_view(records, found.hosts)
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
         peers = [r.name for r in records if r.spec and r.spec.role == "prefill"]
         services = tuple(
@@ -158,16 +157,14 @@ def _endpoint(services: Iterable[ServiceStatus]) -> str:
 
 
 def _router_view(
-    records: Iterable[ServiceRecord], hosts: Iterable[Host]
+    records: Iterable[ServiceRecord], hosts: Mapping[str, Host]
 ) -> Mapping[str, Mapping[str, Any]]:
     """What the router knows of each instance, by name. {} without a router that answers."""
     router = next((r for r in records if r.spec and r.spec.role == "router" and r.alive), None)
-    if router is None or router.spec is None:
+    if router is None or router.spec is None or router.host not in hosts:
         return {}
-    answers = on_all(
-        machines(hosts), lambda h: shim_call(h, "token", {"deployment": router.deployment})
-    )
-    token = next((a["token"] for a in answers if a["token"]), "")
+    ask = {"deployment": router.deployment}
+    token = shim_call(hosts[router.host], "token", ask)["token"] or ""
     _, body = get_json(f"{router.spec.url}/internal/instances", token=token)
     found = body.get("instances")
     return {i["name"]: i for i in found if "name" in i} if isinstance(found, list) else {}

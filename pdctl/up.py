@@ -120,8 +120,13 @@ def bring_up(
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         for note in _check(wanted, fleet, plan, records):
             report(Event("note", note))
-        register(fleet, wanted.known)
-        _remember(wanted, report)
+        _remember(wanted, report)  # first: `down` finds what a killed `up` has begun
+        try:
+            register(fleet, wanted.known)
+        except PdctlError:
+            if not records:
+                state.forget(name)
+            raise
         launch = Launch(fleet, plan, values, report)
         succeeded = False
         try:

@@ -39,10 +39,14 @@ def write_private(path: str, text: str) -> None:
     temporary = path + ".tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     handle = os.open(temporary, flags, 0o600)
-    with os.fdopen(handle, "w") as f:
-        os.fchmod(handle, 0o600)
-        f.write(text)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w") as f:
+            os.fchmod(handle, 0o600)
+            f.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 def write_json(path: str, value: dict[str, Any]) -> None:
