@@ -1,4 +1,4 @@
-# make install | quickstart | test | lint | bench-handover | soak | clean
+# make install | quickstart | test | lint | bench-handover | bench-hosts | soak | clean
 PYTHON ?= python3
 # The version that is tested. On PyPI this is a CUDA build of several GB; on a machine without a GPU,
 # `make install TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the small CPU build instead.
@@ -14,7 +14,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/src/*)
 MODULES := $(shell find pdctl runtime -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(MODULES)
 
-.PHONY: install install-test model quickstart test lint bench-handover soak clean
+.PHONY: install install-test model quickstart test lint bench-handover bench-hosts soak clean
 
 install: $(INSTALLED)
 
@@ -65,6 +65,10 @@ test: install-test model lint
 
 bench-handover: model
 	$(BIN)/python tests/bench/handover.py
+
+# Needs root: 64 machines made of namespaces on this one.
+bench-hosts: install
+	$(BIN)/python tests/bench/hosts.py
 
 # Random faults with a checker on every token and ledger, then memory over 10,000 hand-overs.
 SOAK_SECONDS ?= 300

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ LAN = "10.77"
 # Runs as process 1 of a machine. It never ends by itself and reaps what is left to it.
 INIT = """
 set -e
-mount -t tmpfs -o mode=1777,size=64m none /dev/shm
+mount -t tmpfs -o mode=1777,size="$4m" none /dev/shm
 mount --bind "$1/boot_id" /proc/sys/kernel/random/boot_id
 hostname "$2"
 ip link set lo up
@@ -83,6 +84,7 @@ class Machine:
     address: str
     disk: Path
     sshd_options: Mapping[str, str] = field(default_factory=dict)
+    shm_mib: int = 64
     _outer: subprocess.Popen[bytes] | None = None
     _init: int = 0
 
@@ -132,7 +134,7 @@ class Machine:
         (self.disk / "boot_id").write_text(f"{uuid.uuid4()}\n")
         (self.disk / "up").unlink(missing_ok=True)
         namespaces = ["--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"]
-        init = ["sh", "-c", INIT, "init", str(self.disk), self.name, SSHD]
+        init = ["sh", "-c", INIT, "init", str(self.disk), self.name, SSHD, str(self.shm_mib)]
         self._outer = _dies_with_us(["unshare", *namespaces, "--kill-child", *init])
         children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children")
         self._init = int(eventually(lambda: children.read_text().split()[:1], 30)[0])
@@ -226,13 +228,18 @@ class Machine:
         ]
         return {int(r[1].rsplit(":", 1)[1], 16) for r in rows if r[3] == "0A"} - {22}
 
+    def seen(self, path: Path | str) -> Path:
+        """A path there, as its own mounts show it."""
+        return Path("/proc", str(self.pid), "root", str(path).lstrip("/"))
+
     def segments(self) -> list[str]:
-        return sorted(p.name for p in Path("/proc", str(self.pid), "root", "dev/shm").iterdir())
+        return sorted(p.name for p in self.seen("/dev/shm").iterdir())
 
     def files(self) -> list[str]:
         """Below PDCTL_HOME, but for the shim, and what `down` keeps: last logs, audit."""
         kept = (".shim", ".last", ".audit")
-        found = (p.relative_to(self.base) for p in self.base.rglob("*"))
+        base = self.seen(self.base)
+        found = (p.relative_to(base) for p in base.rglob("*"))
         return sorted(str(p) for p in found if p.parts[0] not in kept and p.name != ".locks")
 
     def leftovers(self) -> dict[str, Any]:
@@ -251,7 +258,10 @@ class Machine:
 class Cluster:
     """A laptop and the machines that `add` makes. `pdctl` runs the command line on the laptop."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, interpreter: Sequence[str | Path] = (sys.executable, STUB)
+    ) -> None:
+        """`interpreter`: what stands in for a python with the runtime; services are run by it."""
         self.root = root
         self.machines: dict[str, Machine] = {}
         self.laptop = root / "laptop"
@@ -261,7 +271,7 @@ class Cluster:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
         (self.laptop / "config").write_text(f"Include {self.laptop}/hosts.conf\n")
         self._python = root / "python"
-        self._python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STUB}" "$@"\n')
+        self._python.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, interpreter))} "$@"\n')
         self._python.chmod(0o700)
         self._holder = _dies_with_us(["unshare", "--net", "sleep", "infinity"])
         here = os.readlink("/proc/self/ns/net")
@@ -278,7 +288,11 @@ class Cluster:
     # ---- machines ----
 
     def add(
-        self, *names: str, behind: str | None = None, sshd: Mapping[str, str] | None = None
+        self,
+        *names: str,
+        behind: str | None = None,
+        sshd: Mapping[str, str] | None = None,
+        shm_mib: int = 64,
     ) -> list[Machine]:
         """Make machines, all at once. `behind`: only that machine reaches them, not the laptop."""
         key = (self.laptop / "key.pub").read_text()
@@ -287,7 +301,7 @@ class Cluster:
             number = len(self.machines) + 2
             net = "10.78" if behind else LAN
             address = f"{net}.{number >> 8}.{number & 255}"
-            machine = Machine(name, address, self.root / "hosts" / name, sshd or {})
+            machine = Machine(name, address, self.root / "hosts" / name, sshd or {}, shm_mib)
             machine.prepare(key)
             machine.boot()
             self.machines[name] = machine
