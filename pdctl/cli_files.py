@@ -41,7 +41,10 @@ def init(
         Path, typer.Argument(help="The file to write; a folder gets one inside.")
     ] = Path("topology.yaml"),
     template: Annotated[
-        str, typer.Option(help="quickstart, mixed, two-hosts, or reference with every key.")
+        str,
+        typer.Option(
+            help="quickstart, mixed, two-hosts, tensor-parallel, or reference with every key."
+        ),
     ] = "quickstart",
     as_json: AsJson = False,
 ) -> None:
