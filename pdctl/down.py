@@ -126,6 +126,8 @@ def _down(
             if not any(s.problems for s in stopped):
                 fleet.purge(names[-1])
             hosts_ok += len(fleet.sessions)
+            for host in fleet.late:
+                report(Event("note", f"{host} does not answer yet; waiting for it"))
             more = fleet.go_on()
         lost = {host: str(e) for host, e in fleet.lost.items()}
         seconds = time.monotonic() - begun

@@ -232,6 +232,10 @@ class Machine:
         """A path there, as its own mounts show it."""
         return Path("/proc", str(self.pid), "root", str(path).lstrip("/"))
 
+    def logins(self) -> int:
+        """Connections that were let in since it was made."""
+        return (self.disk / "sshd.log").read_text().count("Accepted publickey")
+
     def segments(self) -> list[str]:
         return sorted(p.name for p in self.seen("/dev/shm").iterdir())
 

@@ -15,6 +15,7 @@ def test_three_machines_from_up_to_down(cluster: Cluster) -> None:
     path = str(cluster.topology())
     up = cluster.pdctl("up", path)
     assert up.rc == 0, up.err
+    assert [m.logins() for m in machines] == [1, 1, 1]
     assert [len(m.processes()) for m in machines] == [2, 2, 2], "a service and its supervisor each"
     again = cluster.pdctl("up", path, "--json")
     assert again.rc == 0 and len(json.loads(again.out)["kept"]) == 3, again.err
@@ -26,8 +27,10 @@ def test_three_machines_from_up_to_down(cluster: Cluster) -> None:
         "prefill-0": "gpu-b",
         "decode-0": "gpu-c",
     }
+    assert [m.logins() for m in machines] == [3, 3, 3], "one connection for each command"
     down = cluster.pdctl("down", "demo")
     assert down.rc == 0, down.err
+    assert [m.logins() for m in machines] == [4, 4, 4]
     for machine in machines:
         assert machine.clean(), machine.leftovers()
     assert cluster.pdctl("down", "demo").rc == 0

@@ -156,6 +156,7 @@ def _killed_at_line(cluster: Cluster, line: int, *args: str) -> bool:
     return True
 
 
+@pytest.mark.timeout(400)
 def test_killed_at_every_step_of_up(cluster: Cluster, bystander: Callable[[Machine], int]) -> None:
     a, b = cluster.add("gpu-a", "gpu-b")
     bystander(a)
@@ -170,6 +171,7 @@ def test_killed_at_every_step_of_up(cluster: Cluster, bystander: Callable[[Machi
     taken_down(cluster)
 
 
+@pytest.mark.timeout(400)
 def test_killed_at_every_step_of_down(
     cluster: Cluster, bystander: Callable[[Machine], int]
 ) -> None:

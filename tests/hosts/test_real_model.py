@@ -12,6 +12,7 @@ from cluster import Cluster
 pytestmark = [pytest.mark.ssh, pytest.mark.e2e, pytest.mark.model]
 
 
+@pytest.mark.timeout(400)
 def test_three_machines_answer(cluster: Cluster, model_path: Path) -> None:
     a, b, c = cluster.add("front", "gpu-a", "gpu-b", shm_mib=512)
     hosts = {
