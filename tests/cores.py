@@ -186,7 +186,8 @@ class Cores:
             "listen": {"host": "127.0.0.1", "port": 1},
             "advertise": "127.0.0.1",
             "model": {"path": model, "name": "test"},
-            "kv_cache_bytes": 256 << 20,
+            # Registered with an RDMA device it is all touched: slow in the guest when it is much.
+            "kv_cache_bytes": (32 if more.get("rdma") else 256) << 20,
             "shm_prefix": f"{self.prefix}.{name}",
             "threads": 1,
             **more,
@@ -201,12 +202,14 @@ class Cores:
         fake: bool = False,
         ready: bool = True,
         env: dict[str, str] | None = None,
+        within: tuple[str, ...] = (),
     ) -> Core:
-        """`fake`: with FakeEngine in place of the model."""
+        """`fake`: with FakeEngine in place of the model. `within`: a command that runs the core."""
         ours, theirs = socket.socketpair()
         argv = (sys.executable, str(FAKE)) if fake else (sys.executable, "-m", "runtime")
         with theirs:
             process = await asyncio.create_subprocess_exec(
+                *within,
                 *argv,
                 "core",
                 "--config",

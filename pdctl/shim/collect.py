@@ -35,11 +35,10 @@ def collect(base: str, request: dict[str, Any]) -> dict[str, Any]:
     values: set[str] = set()
     for service in services:
         values |= _private(service)
-    known = redact.document(deployment.known(base, name))
     audit = _end_of(os.path.join(base, ".audit", name + ".log"), AUDIT_BYTES)
     return {
         "services": {s.name: _files(s, values) for s in services},
-        "known": redact.text(json.dumps(known, indent=1), values),
+        "known": deployment.known(base, name),
         "audit": redact.text(audit or "", values),
         "facts": facts(),
     }
@@ -63,7 +62,8 @@ def _files(service: Service, values: Iterable[str]) -> dict[str, str]:
     env = redact.environment(read_json(service.path("env")), service.spec.get("secrets", ()))
     files["env.json"] = json.dumps(env, indent=1)
     if service.spec:
-        record = redact.document(read_json(service.path("spec.json")))
+        shown = {**service.spec, "env": redact.environment(service.spec.get("env", {}))}
+        record = {**read_json(service.path("spec.json")), "spec": shown}
         files["spec.json"] = json.dumps(record, indent=1)
     return {n: redact.text(found, values) for n, found in files.items() if found is not None}
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pyverbs.enums as e
@@ -114,22 +115,24 @@ class _Queue(verbs.Queue):
 
     def write(self, writes: Sequence[Write], keys: tuple[int, int], tag: int) -> None:
         lkey, rkey = keys
-        first = following = None
-        flags = e.IBV_SEND_SIGNALED
-        for target, pieces in reversed(writes):
-            first = SendWR(
+        requests = [
+            SendWR(
                 wr_id=tag,
                 opcode=e.IBV_WR_RDMA_WRITE,
                 num_sge=len(pieces),
                 sg=[SGE(address, length, lkey) for address, length in pieces],
-                send_flags=flags,
+                send_flags=0,
             )
-            first.set_wr_rdma(rkey, target)
-            if following is not None:
-                first.next_wr = following
-            following, flags = first, 0
+            for _, pieces in writes
+        ]
+        for request, (target, _) in zip(requests, writes, strict=True):
+            request.set_wr_rdma(rkey, target)
+        # A request does not keep the next one alive: the list does.
+        for request, following in pairwise(requests):
+            request.next_wr = following
+        requests[-1].send_flags = e.IBV_SEND_SIGNALED
         with _translated("ibv_post_send"):
-            self._pair.post_send(first)
+            self._pair.post_send(requests[0])
 
     def send(self, source: tuple[int, int, int], tag: int) -> None:
         request = SendWR(
