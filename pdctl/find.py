@@ -292,10 +292,13 @@ def _settle(found: Found, where: Where) -> None:
     """Take the latest word on the deployment, and remember it here."""
     cached = state.recall(found.name)
     said = [known for known, _ in _said(found.answers.values(), found.name)]
-    latest = max([*([cached] if cached else []), *said, found.known], key=lambda known: known.at)
+    heard = [*([cached] if cached else []), *said]
+    latest = max([*heard, found.known], key=lambda known: known.at)
     if where.file is not None:
+        # The file is what the user looks at; how it was scaled is not in it.
+        last = max(heard, key=lambda known: known.at, default=KnownDeployment(found.name, ""))
         at = max([0.0, *(known.at for known in said)])
-        latest = replace(found.known, at=at, replicas=latest.replicas, recorded=latest.recorded)
+        latest = replace(found.known, at=at, replicas=last.replicas, recorded=last.recorded)
         latest = replace(latest, services=_wanted(latest) or latest.services)
     elif latest.machine != this_machine():
         latest = replace(latest, topology="")  # a path there

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changing import DECODE, PREFILL, Demo
-from supervision import STUB, Home, Lab, Site, free_port
+from changing import DECODE, PORTS, PREFILL, Demo
+from supervision import STUB, Home, Lab, Site
 
 from pdctl.hosts import LocalHost
 
@@ -65,7 +65,7 @@ def site(home: Home) -> Site:
 @pytest.fixture
 def demo(site: Site) -> Demo:
     """Writes the topology of `changing`, with these sections instead of the usual ones."""
-    router = {"host": "local", "port": free_port()}
+    router = {"host": "local", "port": PORTS[-1]}
 
     def write(**sections: Any) -> Path:
         sections["router"] = router | sections.pop("router", {})

@@ -47,6 +47,8 @@ def test_a_later_up_goes_back_to_the_file_and_says_so(demo: Demo) -> None:
     scale(decode=2)
     assert not any(s.orphan for s in ops.status("demo").services)
     shown: list[Plan] = [ops.plan_up(path, ops.silent)]
+    for where in (ops.Where(), ops.Where(file=path)):
+        assert not any(s.orphan for s in ops.status(None, where).services), "a look changes nothing"
     result = up(path, approve=shown.append)
     assert list(result.removed) == ["decode-1"]
     for plan in shown:
