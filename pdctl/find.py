@@ -115,6 +115,7 @@ def locked(
             answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
             more, lost = further(addresses, _said((a for _, a in answers), name))
             if not more:
+                fleet.addresses = addresses
                 fleet.lost.update(lost)
                 yield fleet
                 return
@@ -130,10 +131,12 @@ def whereabouts(name: str | None, where: Where = ANYWHERE) -> KnownDeployment:
 
 
 def register(fleet: Fleet, known: KnownDeployment) -> None:
-    """Let every locked host know the whole deployment, before anything of it starts there."""
+    """Let its locked hosts know the whole deployment, before anything of it starts there."""
 
     def tell(session: Session) -> dict[str, Any]:
-        keys = sorted(key for key, host in fleet.hosts.items() if host is session.host)
+        keys = sorted(k for k, h in fleet.hosts.items() if h is session.host and k in known.hosts)
+        if not keys:
+            return {}
         return session.call("register", {"known": {**asdict(known), "keys": keys}})
 
     try:
@@ -142,6 +145,24 @@ def register(fleet: Fleet, known: KnownDeployment) -> None:
         fleet.tolerate()
         fleet.purge([])  # where nothing runs it is forgotten again
         raise
+
+
+def leave(fleet: Fleet, known: KnownDeployment, used: Collection[str]) -> None:
+    """After an `up`: hosts that it does not use any more are forgotten, on all sides.
+
+    Not those that did not answer: something may still run there.
+    """
+    unknown = {*fleet.lost, *fleet.late}
+    hosts = {
+        key: address
+        for key, address in known.hosts.items()
+        if key in used or fleet.hosts[key].name in unknown
+    }
+    if hosts != known.hosts:
+        fleet.purge([])
+        known = replace(known, hosts=hosts)
+        register(fleet, known)
+        state.remember(known)
 
 
 def latest_said(answers: Iterable[Mapping[str, Any]], name: str) -> KnownDeployment | None:

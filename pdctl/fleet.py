@@ -110,6 +110,8 @@ class Fleet:
         self.deployment = deployment
         self.hosts = dict(hosts)
         self.sessions: list[Session] = []
+        self.addresses: dict[str, str | None] = {}
+        """Of the keys, where `find.locked` has made this."""
         self.lost: dict[str, PdctlError] = {}
         """Host's name -> why nothing could be done there."""
         self._needed = {hosts[key].name for key in (hosts if needed is None else needed)}

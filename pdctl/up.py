@@ -22,7 +22,7 @@ from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, Report
-from pdctl.find import Where, latest_said, located, locked, register, whereabouts
+from pdctl.find import Where, latest_said, leave, located, locked, register, whereabouts
 from pdctl.fleet import Fleet, on_all, raise_failures
 from pdctl.hosts import Host
 from pdctl.launch import Launch, Patience
@@ -120,9 +120,11 @@ def bring_up(
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         for note in _check(wanted, fleet, plan, records):
             report(Event("note", note))
-        _remember(wanted, report)  # first: `down` finds what a killed `up` has begun
+        # What is left on hosts that an earlier topology had must not be forgotten.
+        known = replace(wanted.known, hosts={**fleet.addresses, **wanted.known.hosts})
+        _remember(known, report)  # first: `down` finds what a killed `up` has begun
         try:
-            register(fleet, wanted.known)
+            register(fleet, known)
         except PdctlError:
             if not records:
                 state.forget(name)
@@ -137,6 +139,7 @@ def bring_up(
             )
             launch.carry_out(batches(plan), patience)
             succeeded = True
+            leave(fleet, known, needed)
         except PdctlError as e:
             if isinstance(e, ServiceFailed):
                 for line in e.log_tail:
@@ -279,10 +282,10 @@ def _save_evidence(fleet: Fleet, path: Path, error: PdctlError, report: Report) 
         report(Event("note", f"cannot save what is known of the failure: {e}"))
 
 
-def _remember(wanted: Wanted, report: Report) -> None:
-    error = state.remember(wanted.known)
+def _remember(known: state.KnownDeployment, report: Report) -> None:
+    error = state.remember(known)
     if error:
-        report(Event("note", f"cannot remember {wanted.known.name} on this machine: {error}"))
+        report(Event("note", f"cannot remember {known.name} on this machine: {error}"))
 
 
 @contextlib.contextmanager

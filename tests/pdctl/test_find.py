@@ -119,3 +119,24 @@ def test_a_stop_by_host_leaves_the_namesake_elsewhere(home: Home, site: Site) ->
         stopped = fleet.stop({"old": ["decode-0"]}, 1.0)
     assert [s["service"] for s in stopped] == ["decode-0"]
     down()
+
+
+def test_a_host_that_is_not_used_any_more_is_forgotten(home: Home, site: Site) -> None:
+    """Else `status` would ask it for ever. Here both keys mean this machine."""
+    up(site.topology())
+    known = state.recall("demo")
+    assert known is not None and known.hosts == {"local": None}
+    here = {"host": "here", "kv_cache": "1MiB"}
+    path = site.topology(
+        hosts={"here": {"python": str(site.python)}},
+        router={"host": "here", "port": free_port()},
+        prefill=[here],
+        decode=[here | {"cpu_buffer": "1MiB"}],
+    )
+    up(path)
+    known = state.recall("demo")
+    assert known is not None and known.hosts == {"here": None}
+    record = json.loads((home.base / "demo" / ".deployment.json").read_text())
+    assert (record["hosts"], record["keys"]) == ({"here": None}, ["here"])
+    down()
+    assert not (home.base / "demo").exists()
