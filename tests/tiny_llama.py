@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 def write_tiny_llama(folder: Path) -> Path:
-    """A random Llama: 2 layers, 4 heads over 2 KV heads, 96 tokens of vocabulary."""
+    """A random Llama: 2 layers, 4 heads over 2 KV heads, 96 tokens of vocabulary.
+
+    Attention weighs so much in it, and the head is so unlike the embedding, that what it says
+    depends on all of the KV: without that it would repeat a token for ever, whatever came before.
+    """
     hidden, ffn, vocab, kv = 64, 96, 96, 32
     config = {
         "model_type": "llama",
@@ -24,7 +28,7 @@ def write_tiny_llama(folder: Path) -> Path:
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -35,6 +39,7 @@ def write_tiny_llama(folder: Path) -> Path:
 
     tensors = {"model.embed_tokens.weight": torch.randn((vocab, hidden), generator=random)}
     tensors["model.norm.weight"] = torch.ones(hidden)
+    tensors["lm_head.weight"] = weight(vocab, hidden)
     for layer in range(2):
         prefix = f"model.layers.{layer}"
         tensors |= {
@@ -43,7 +48,7 @@ def write_tiny_llama(folder: Path) -> Path:
             f"{prefix}.self_attn.q_proj.weight": weight(hidden, hidden),
             f"{prefix}.self_attn.k_proj.weight": weight(kv, hidden),
             f"{prefix}.self_attn.v_proj.weight": weight(kv, hidden),
-            f"{prefix}.self_attn.o_proj.weight": weight(hidden, hidden),
+            f"{prefix}.self_attn.o_proj.weight": weight(hidden, hidden) * 4,
             f"{prefix}.mlp.gate_proj.weight": weight(ffn, hidden),
             f"{prefix}.mlp.up_proj.weight": weight(ffn, hidden),
             f"{prefix}.mlp.down_proj.weight": weight(hidden, ffn),

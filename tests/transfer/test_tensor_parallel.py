@@ -51,7 +51,8 @@ def wanted(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
             at += 1
     engine.stop()
     thread.join()
-    assert len({tuple(found) for found in tokens}) > 5
+    # They tell: not the same whatever the KV is.
+    assert sum(len(set(found)) > 3 for found in tokens) >= 7
     return tokens
 
 
