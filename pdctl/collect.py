@@ -23,13 +23,16 @@ from pdctl.agent import shim_call
 from pdctl.documents import topology_text, validate_document
 from pdctl.errors import PdctlError, StateError
 from pdctl.find import ANYWHERE, Where, located
-from pdctl.fleet import Fleet, on_all
+from pdctl.fleet import Fleet, attempt_all, on_all
 from pdctl.health import get, get_json
+from pdctl.hosts import Host
 from pdctl.records import ServiceRecord
 from pdctl.shim import redact
 from pdctl.status import DeploymentStatus, assess
 
 TIMEOUT_S = 120.0
+FAILURE_TIMEOUT_S = 20.0
+"""The rollback waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +57,32 @@ def collect(name: str | None, folder: Path | None, where: Where = ANYWHERE) -> P
     with located(name, where) as found:
         status = assess(found)
 
-        def ask(host: Any) -> tuple[str, dict[str, Any]]:
+        def ask(host: Host) -> dict[str, Any]:
             payload = {"deployment": found.name}
-            return host.name, shim_call(host, "collect", payload, timeout=TIMEOUT_S)
+            return shim_call(host, "collect", payload, timeout=TIMEOUT_S)
 
+        hosts = found.reachable()
+        outcomes = dict(zip((h.name for h in hosts), attempt_all(hosts, ask), strict=True))
+        failed = {n: e for n, e in outcomes.items() if isinstance(e, PdctlError)}
         evidence = Evidence(
             found.name,
             found.known.topology,
-            dict(on_all(found.reachable(), ask)),
+            {n: o for n, o in outcomes.items() if not isinstance(o, PdctlError)},
             found.records,
             status,
-            {key: str(error) for key, error in found.unreachable.items()},
+            {key: str(error) for key, error in {**found.unreachable, **failed}.items()},
         )
     return save(evidence, folder or _fresh(f"pdctl-collect-{evidence.name}"))
 
 
 def collect_failure(fleet: Fleet, path: Path, error: PdctlError) -> Path:
     """The same of locked hosts, after `up` failed and before what it started is stopped."""
+    fleet.tolerate()
     records = fleet.observe(scan=False)
-    answers = fleet.on_sessions(lambda s: s.call("collect", {}, timeout=TIMEOUT_S))
+    answers = fleet.on_sessions(lambda s: s.call("collect", {}, timeout=FAILURE_TIMEOUT_S))
+    missing = {host: str(e) for host, e in fleet.lost.items()}
     text = f"{error}\n{error.hint}".strip()
-    evidence = Evidence(fleet.deployment, str(path), dict(answers), records, None, error=text)
+    evidence = Evidence(fleet.deployment, str(path), dict(answers), records, None, missing, text)
     return save(evidence, _fresh("pdctl-failure"))
 
 
@@ -115,7 +123,7 @@ def _files(evidence: Evidence) -> dict[str, str]:
     files["topology.yaml"] = _topology(evidence.topology)
     for host, answer in evidence.answers.items():
         files[f"{host}/facts.json"] = _json(answer["facts"])
-        files[f"{host}/known.json"] = _json(answer["known"])
+        files[f"{host}/known.json"] = answer["known"]
         files[f"{host}/audit.log"] = answer["audit"]
         for service, found in answer["services"].items():
             files.update((f"{host}/{service}/{n}", text) for n, text in found.items())

@@ -142,5 +142,7 @@ class HostsFailed(PdctlError):
         )
         codes = {e.exit_code for e in errors}
         self.exit_code = (
-            codes.pop() if len(codes) == 1 else max(codes & {EXIT_UNREACHABLE, EXIT_FAILED})
+            codes.pop()
+            if len(codes) == 1
+            else max(codes & {EXIT_UNREACHABLE, EXIT_FAILED}, default=EXIT_FAILED)
         )

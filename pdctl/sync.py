@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdctl import models, topology
-from pdctl.errors import EXIT_FAILED, EXIT_OK, HostUnreachable
+from pdctl.errors import EXIT_OK, HostsFailed
 from pdctl.events import Report
 from pdctl.fleet import machines, opened
 from pdctl.sync_host import ROUTER, HostSync, Job, SyncOptions, packed
@@ -29,8 +29,7 @@ class SyncResult:
     @property
     def exit_code(self) -> int:
         errors = [h.error for h in self.hosts if h.error is not None]
-        unreachable = next((e.exit_code for e in errors if isinstance(e, HostUnreachable)), None)
-        return unreachable or (EXIT_FAILED if errors else EXIT_OK)
+        return HostsFailed(errors, len(self.hosts) - len(errors)).exit_code if errors else EXIT_OK
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -35,10 +35,11 @@ def collect(base: str, request: dict[str, Any]) -> dict[str, Any]:
     values: set[str] = set()
     for service in services:
         values |= _private(service)
+    known = redact.document(deployment.known(base, name))
     audit = _end_of(os.path.join(base, ".audit", name + ".log"), AUDIT_BYTES)
     return {
         "services": {s.name: _files(s, values) for s in services},
-        "known": deployment.known(base, name),
+        "known": redact.text(json.dumps(known, indent=1), values),
         "audit": redact.text(audit or "", values),
         "facts": facts(),
     }
@@ -62,8 +63,7 @@ def _files(service: Service, values: Iterable[str]) -> dict[str, str]:
     env = redact.environment(read_json(service.path("env")), service.spec.get("secrets", ()))
     files["env.json"] = json.dumps(env, indent=1)
     if service.spec:
-        shown = {**service.spec, "env": redact.environment(service.spec.get("env", {}))}
-        record = {**read_json(service.path("spec.json")), "spec": shown}
+        record = redact.document(read_json(service.path("spec.json")))
         files["spec.json"] = json.dumps(record, indent=1)
     return {n: redact.text(found, values) for n, found in files.items() if found is not None}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 HIDDEN = "***"
 PRIVATE = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
@@ -32,6 +33,18 @@ def environment(env: Mapping[str, str], secrets: Iterable[str] = ()) -> dict[str
     """All names; the values of `secrets`, and of what by its name may be one, hidden."""
     hidden = set(secrets)
     return {k: HIDDEN if k in hidden or PRIVATE.search(k) else v for k, v in env.items()}
+
+
+def document(found: Any) -> Any:
+    """JSON in which every `env` is an environment, wherever it is."""
+    if isinstance(found, list):
+        return [document(item) for item in found]
+    if not isinstance(found, dict):
+        return found
+    shown = {key: document(value) for key, value in found.items()}
+    if isinstance(found.get("env"), dict):
+        shown["env"] = environment(found["env"])
+    return shown
 
 
 def private_values(env: Mapping[str, str], secrets: Iterable[str] = ()) -> set[str]:

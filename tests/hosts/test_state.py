@@ -14,6 +14,7 @@ from cluster import Cluster, Completed
 from supervision import eventually
 
 pytestmark = pytest.mark.ssh
+ALL = "gpu-a,gpu-b,gpu-c"
 
 
 @pytest.fixture
@@ -27,24 +28,27 @@ def names(status: Completed) -> set[str]:
     return {s["name"] for s in json.loads(status.out)["services"]}
 
 
-def test_one_host_is_enough_for_another_laptop(
+def test_another_laptop_and_an_edited_file(
     cluster: Cluster, elsewhere: Callable[..., Completed], tmp_path: Path
 ) -> None:
     a, b, c = cluster.add("gpu-a", "gpu-b", "gpu-c")
-    path = str(cluster.topology())
+    group = {"kv_cache": "1MiB", "cpu_buffer": "1MiB"}
+    both = [{"host": "gpu-b", **group}, {"host": "gpu-c", **group}]
+    path = str(cluster.topology(decode=both))
     assert cluster.pdctl("up", path).rc == 0
-    everything = {"router", "prefill-0", "decode-0"}
-    assert "there is no deployment here" in elsewhere("status").err
+
+    # One host's address leads to the others.
     status = elsewhere("status", "--json", "--host", b.address)
-    assert status.rc == 0 and names(status) == everything, status.err
-    assert names(elsewhere("status", "--json")) == everything, "it has learned where it is"
-    logs = elsewhere("logs", "--json", "--host", "gpu-c").out.splitlines()
+    assert status.rc == 0, status.err
+    assert names(status) == {"router", "prefill-0", "decode-0", "decode-1"}
+    logs = elsewhere("logs", "--json").out.splitlines()
     assert {(line["service"], line["host"]) for line in map(json.loads, logs)} == {
         ("router", "gpu-a"),
         ("prefill-0", "gpu-b"),
-        ("decode-0", "gpu-c"),
+        ("decode-0", "gpu-b"),
+        ("decode-1", "gpu-c"),
     }
-    where = elsewhere("exec", "decode-0", "--", "sh", "-c", "hostname; echo $HOME; exit 9")
+    where = elsewhere("exec", "decode-1", "--", "sh", "-c", "hostname; echo $HOME; exit 9")
     assert (where.rc, where.out.split()) == (9, ["gpu-c", str(c.home)])
     assert elsewhere("exec", "--host", "gpu-b", "--", "hostname").out == "gpu-b\n"
     saved = elsewhere("collect", "-o", str(tmp_path / "bundle"))
@@ -52,36 +56,25 @@ def test_one_host_is_enough_for_another_laptop(
     found = {str(p.relative_to(tmp_path / "bundle")) for p in (tmp_path / "bundle").rglob("*")}
     assert {"gpu-a/router/out.log", "gpu-b/prefill-0/out.log", "gpu-c/facts.json"} <= found
 
-    down = elsewhere("down", "--host", "gpu-c")
-    assert down.rc == 0, down.err
-    assert all(m.clean() for m in (a, b, c)), [m.leftovers() for m in (a, b, c)]
-    audit = json.loads(elsewhere("audit", "--json", "-f", path).out)["entries"]
-    done = {(e["host"], e["command"], e["do"]) for e in audit}
-    assert {(h, "down", "stop") for h in ("gpu-a", "gpu-b", "gpu-c")} <= done
-    assert {(h, "up", "start") for h in ("gpu-a", "gpu-b", "gpu-c")} <= done
-    # The first laptop still thinks that it runs; the hosts know better.
-    assert "there is no deployment demo" in cluster.pdctl("status", "demo").err
-
-
-def test_a_file_that_lost_a_host(cluster: Cluster, elsewhere: Callable[..., Completed]) -> None:
-    """The host left the file: its services are orphans, and go by request or by the next `up`."""
-    a, b, c = cluster.add("gpu-a", "gpu-b", "gpu-c")
-    group = {"kv_cache": "1MiB", "cpu_buffer": "1MiB"}
-    both = [{"host": "gpu-b", **group}, {"host": "gpu-c", **group}]
-    path = str(cluster.topology(decode=both))
-    assert cluster.pdctl("up", path).rc == 0
+    # A host left the file: its services are orphans, and go by request.
     hosts = {key: cluster.host_section(key) for key in ("gpu-a", "gpu-b")}
     cluster.topology(hosts=hosts, decode=both[:1])
-
-    status = json.loads(elsewhere("status", "--json", "-f", path).out)
-    assert [s["name"] for s in status["services"] if s["orphan"]] == ["decode-1"]
+    services = json.loads(elsewhere("status", "--json", "-f", path).out)["services"]
+    assert [s["name"] for s in services if s["orphan"]] == ["decode-1"]
     plan = elsewhere("plan", path)
     assert "remove" in plan.out and "orphan: not in the topology" in plan.out, plan.err
     gone = elsewhere("down", "--orphans", "-f", path)
     assert gone.rc == 0 and c.clean(), (gone.err, c.leftovers())
-    assert names(elsewhere("status", "--json", "-f", path)) == {"router", "prefill-0", "decode-0"}
-    assert elsewhere("down", "-f", path).rc == 0
-    assert a.clean() and b.clean()
+
+    down = elsewhere("down", "--host", "gpu-b")
+    assert down.rc == 0 and "3 stopped" in down.out, down.err
+    assert all(m.clean() for m in (a, b)), [m.leftovers() for m in (a, b)]
+    audit = json.loads(elsewhere("audit", "demo", "--json", "--host", ALL).out)["entries"]
+    done = {(e["host"], e["command"], e["do"]) for e in audit}
+    assert {(h, "up", "start") for h in ("gpu-a", "gpu-b", "gpu-c")} <= done
+    assert {("gpu-c", "down --orphans", "stop"), ("gpu-a", "down", "stop")} <= done
+    # The first laptop still thinks that it runs; the hosts know better.
+    assert "there is no deployment demo" in cluster.pdctl("status", "demo").err
 
 
 def test_the_lock_of_an_operator_who_hangs(

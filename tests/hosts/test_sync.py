@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,9 @@ def test_what_was_cut_off_is_continued_and_what_is_damaged_is_not_kept(
     killed = cluster.start_pdctl("sync", path, *options)
     parts = lambda: list(a.home.glob(".cache/pdctl/models/local/*/model.gguf.part"))  # noqa: E731
     eventually(lambda: parts() and parts()[0].stat().st_size > 0, 60)
+    killed.send_signal(signal.SIGSTOP)
+    second = cluster.pdctl("sync", path, *options)
+    assert second.rc == 4 and "locked by `pdctl sync`" in second.err, second.err
     killed.kill()
     killed.communicate()
     eventually(lambda: not a.processes(), 30)

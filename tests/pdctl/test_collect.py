@@ -139,3 +139,10 @@ def test_values_are_taken_line_by_line_and_plain_words_stay() -> None:
         "B": "x",
         "S": "***",
     }
+
+
+def test_an_environment_is_found_wherever_it_is_in_a_document() -> None:
+    group = {"env": {"MY_KEY": "k", "PLAIN": "p"}, "host": "a"}
+    shown = redact.document({"recorded": {"decode": [group]}, "env": "no mapping"})
+    assert shown["recorded"]["decode"] == [{"env": {"MY_KEY": "***", "PLAIN": "p"}, "host": "a"}]
+    assert shown["env"] == "no mapping"

@@ -17,7 +17,14 @@ import pytest
 from supervision import Home, Lab
 
 from pdctl import models, preflight, wheels
-from pdctl.errors import HostCommandError
+from pdctl.errors import (
+    HostCommandError,
+    HostsFailed,
+    HostUnreachable,
+    Locked,
+    PdctlError,
+    UsageError,
+)
 from pdctl.services import ServiceSpec
 from pdctl.shim import provision, store, versions
 from pdctl.wheels import Target
@@ -192,3 +199,13 @@ def test_what_differs_between_hosts_is_named() -> None:
     notes = preflight.differing_versions({"a": GOOD, "b": other, "c": GOOD, "r": {"torch": ""}})
     assert notes == ["torch differs between hosts: 2.6 on a and c, 2.7 on b"]
     assert preflight.differing_versions({"a": GOOD, "c": GOOD}) == []
+
+
+def test_the_exit_code_of_hosts_that_failed_for_different_reasons() -> None:
+    def code(*errors: PdctlError) -> int:
+        return HostsFailed(errors, 1).exit_code
+
+    down = HostUnreachable("b: off", host="b")
+    assert code(Locked("a: locked")) == 4 and code(down) == 5
+    assert code(Locked("a: locked"), down) == 5 and code(PdctlError("a: full"), down) == 5
+    assert code(Locked("a: locked"), UsageError("b: what?")) == 1
