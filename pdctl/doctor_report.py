@@ -6,6 +6,7 @@ from typing import Any
 
 from pdctl.doctor import Diagnosis, PairReport
 from pdctl.doctor_checks import Trouble, View
+from pdctl.errors import HostUnreachable
 from pdctl.output import Cell, Row, Screen, table
 from pdctl.sizes import format_size
 
@@ -18,8 +19,8 @@ _PAIRS = ("PREFILL", "DECODE", "PATH", "PORT", "REACHED", "SHM GB/S", "TCP GB/S"
 
 def doctor_text(found: Diagnosis, screen: Screen) -> str:
     rows: list[Row] = [_host(v, screen) for v in found.views]
-    for key in found.lost:
-        rows.append([key, Cell(f"{screen.symbol('failed')} no", "bad"), *["-"] * 10])
+    for key, error in found.lost.items():
+        rows.append([key, _ssh(not isinstance(error, HostUnreachable), screen), *["-"] * 10])
     parts = [table(_HOSTS, rows, screen)]
     if found.pairs:
         parts.append(table(_PAIRS, [_pair(p, screen) for p in found.pairs], screen))
@@ -39,7 +40,7 @@ def _host(view: View, screen: Screen) -> Row:
     rdma = [f"{p['device']}/{p['port']} ({len(p['gids'])} GIDs)" for p in view.rdma_ports]
     return [
         view.key,
-        "local" if view.entry.local else Cell(f"{screen.symbol('ok')} yes", "good"),
+        "local" if view.entry.local else _ssh(True, screen),
         versions.get("python") or facts["python"],
         f"{versions.get('runtime', '').partition('+')[0]} {code[:8]}" if code else "-",
         versions.get("torch") or "-",
@@ -51,6 +52,12 @@ def _host(view: View, screen: Screen) -> Row:
         ", ".join(rdma) or "-",
         _size(facts["disk_free"]),
     ]
+
+
+def _ssh(works: bool, screen: Screen) -> Cell:
+    if works:
+        return Cell(f"{screen.symbol('ok')} yes", "good")
+    return Cell(f"{screen.symbol('failed')} no", "bad")
 
 
 def _pair(pair: PairReport, screen: Screen) -> Row:

@@ -18,10 +18,13 @@ from supervision import Home
 from pdctl import command
 from pdctl import doctor_checks as checks
 from pdctl.agent import shim_argv
-from pdctl.doctor import expected_path
+from pdctl.doctor import Diagnosis, PairReport, expected_path
 from pdctl.doctor_checks import Clock, View
 from pdctl.doctor_network import HERE, Edge, Heard, Reached, edges, rounds
+from pdctl.doctor_report import doctor_document, doctor_text
+from pdctl.errors import HostCommandError, HostUnreachable, PdctlError
 from pdctl.hosts import LocalHost
+from pdctl.output import Screen
 from pdctl.shim import facts, measure
 from pdctl.topology import Host, Topology
 
@@ -165,6 +168,34 @@ def test_who_answers_instead_and_what_follows_from_known_faults() -> None:
     assert not list(checks.edge_troubles({edge: closed}, {"a": Heard(1, {"9100": "in use"})}, ()))
     (here,) = checks.edge_troubles({replace(edge, source=HERE): closed}, heard, ())
     assert not here.severe, "only the router has to be reached from here"
+
+
+def test_the_report_has_a_line_for_each_host_pair_and_trouble() -> None:
+    t = topology()
+    prefill, decode = t.instances()
+    lost: dict[str, PdctlError] = {
+        "a": HostUnreachable("a: nobody answers", host="a"),
+        "c": HostCommandError("c: no python3", host="c"),
+    }
+    pair = PairReport(prefill, decode, 9100, "tcp", None, {"tcp": 1.5e9})
+    trouble = checks.Trouble("a", "nobody answers", "switch it on")
+    edge = Edge("b", "a", "10.0.0.1", 9100, "prefill-0", "why")
+    found = Diagnosis("demo", (view(t),), lost, (pair,), {edge: Reached("no answer")}, (trouble,))
+    text = doctor_text(found, Screen(live=False, color=False, unicode=False, width=None))
+    rows = [line.split() for line in text.splitlines() if line]
+    assert [row[:4] for row in rows[1:4]] == [
+        ["b", "+", "yes", "3.11"],
+        ["a", "x", "no", "-"],
+        ["c", "+", "yes", "-"],
+    ]
+    assert rows[5] == ["prefill-0", "(a)", "decode-0", "(b)", "tcp", "9100", "?", "-", "1.50"]
+    assert "demo: 0 of 1 connections work" in text
+    assert "x a: nobody answers\n    do: switch it on" in text and "in the way" not in text
+    assert found.exit_code == 5 and replace(found, lost={}).exit_code == 1
+    assert replace(found, lost={}, troubles=(replace(trouble, severe=False),)).exit_code == 0
+    document = json.loads(json.dumps(doctor_document(found)))
+    assert document["pairs"][0]["reached"] is None and not document["ok"]
+    assert document["connections"][0]["error"] == "no answer"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"))))
