@@ -22,22 +22,22 @@ from pdctl.errors import HostCommandError, Locked, PdctlError, StateError
 from pdctl.hosts import Host
 
 CALL_TIMEOUT_S = 30.0
-_MAIN = b"import sys\nfrom shim.main import main\nsys.exit(main(sys.argv))\n"
+_MAIN = "import sys\nfrom shim.main import main\nsys.exit(main(sys.argv))\n"
 
 
 @cache
-def _sources() -> dict[str, bytes]:
+def _sources() -> dict[str, str]:
     """Files of the shim, by path in its folder; the entry point last: with it, all are there."""
     folder = Path(__file__).parent / "shim"
-    files = {f"shim/{f.name}": f.read_bytes() for f in sorted(folder.glob("*.py"))}
+    files = {f"shim/{f.name}": f.read_text() for f in sorted(folder.glob("*.py"))}
     return {**files, "__main__.py": _MAIN}
 
 
 @cache
 def _version() -> str:
     digest = hashlib.sha256()
-    for name, data in _sources().items():
-        digest.update(name.encode() + b"\0" + data)
+    for name, text in _sources().items():
+        digest.update(f"{name}\0{text}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -7,7 +7,6 @@ Every wait has a timeout, and OS errors become PdctlError here.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import subprocess
@@ -19,8 +18,8 @@ from typing import BinaryIO, Protocol
 
 from pdctl.errors import HostCommandError, StateError
 from pdctl.shim.procs import MARKER
+from pdctl.shim.unpack import unpack
 
-UNPACK_S = 30.0
 PIECE_BYTES = 1 << 18
 """Of a file on its way to a host."""
 STALL_S = 60.0
@@ -69,7 +68,7 @@ class Host(Protocol):
 
     def exists(self, path: str) -> bool: ...
 
-    def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
+    def unpack(self, folder: str, files: Mapping[str, str]) -> None:
         """Make a folder of text files, private, whole or not at all; parents are made, 0700.
 
         There already: nothing is done. Raises StateError.
@@ -81,46 +80,6 @@ class Host(Protocol):
     def channel(self, argv: Sequence[str]) -> Channel: ...
 
     def close(self) -> None: ...
-
-
-_UNPACK = """
-import json, os, shutil, sys, tempfile
-os.umask(0o077)
-folder = sys.argv[1]
-try:
-    os.makedirs(os.path.dirname(folder), exist_ok=True)
-    new = tempfile.mkdtemp(prefix=".new-", dir=os.path.dirname(folder))
-    try:
-        for name, text in json.load(sys.stdin).items():
-            os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
-            with open(os.path.join(new, name), "w", encoding="utf-8") as f:
-                f.write(text)
-        os.rename(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-except OSError as e:
-    if not os.path.isdir(folder):
-        sys.exit("%s: %s" % (e.filename or folder, e.strerror))
-"""
-
-
-def unpack(host: Host, folder: str, files: Mapping[str, bytes]) -> None:
-    """`Host.unpack` by the host's own python: one program, one round trip."""
-    text = json.dumps({name: data.decode() for name, data in files.items()})
-    argv = [host.python, "-I", "-S", "-c", _UNPACK, folder]
-    result = host.run(argv, stdin=text, timeout=UNPACK_S)
-    reason = (result.err.strip().splitlines() or ["it failed without a word"])[-1]
-    if result.rc in (126, 127):
-        raise HostCommandError(
-            f"{host.name}: {host.python} cannot be run: {reason}",
-            host=host.name,
-            hint="pdctl needs python3 (3.8 or newer) there, on the PATH of `ssh HOST COMMAND`",
-        )
-    if result.rc:
-        raise StateError(
-            f"{host.name}: {reason}",
-            hint="make room or make it writable, or set PDCTL_HOME there",
-        )
 
 
 class LocalHost:
@@ -167,8 +126,14 @@ class LocalHost:
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
 
-    def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
-        unpack(self, folder, files)
+    def unpack(self, folder: str, files: Mapping[str, str]) -> None:
+        try:
+            unpack(folder, dict(files))
+        except OSError as e:
+            raise StateError(
+                f"{self.name}: {e.filename or folder}: {e.strerror}",
+                hint="make room or make it writable, or set PDCTL_HOME to another directory",
+            ) from e
 
     def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
         with self._spawn(argv) as process:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import select
 import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from pdctl.errors import HostCommandError, HostUnreachable
-from pdctl.hosts import PIECE_BYTES, STALL_S, Channel, Result, unpack
+from pdctl.errors import HostCommandError, HostUnreachable, StateError
+from pdctl.hosts import PIECE_BYTES, STALL_S, Channel, Result
 from pdctl.remote.config import CONNECT_TIMEOUT_S, StepFailed
 from pdctl.remote.connect import Routes
+from pdctl.shim import unpack as shim_unpack
 
 _STEP_MS = 200
+_UNPACK_S = 30.0
 _BASE = "pdctl's home: "
 """Before the answer, for what the login's start-up files print comes first."""
 
@@ -93,8 +97,23 @@ class SshHost:
     def exists(self, path: str) -> bool:
         return self.run(["test", "-e", path], timeout=CONNECT_TIMEOUT_S).rc == 0
 
-    def unpack(self, folder: str, files: Mapping[str, bytes]) -> None:
-        unpack(self, folder, files)
+    def unpack(self, folder: str, files: Mapping[str, str]) -> None:
+        """By the host's own python, in one round trip."""
+        source = Path(shim_unpack.__file__).read_text()
+        argv = [self.python, "-I", "-S", "-c", source, folder]
+        result = self.run(argv, stdin=json.dumps(files), timeout=_UNPACK_S)
+        reason = (result.err.strip().splitlines() or ["it failed without a word"])[-1]
+        if result.rc in (126, 127):
+            raise HostCommandError(
+                f"{self.name}: {self.python} cannot be run: {reason}",
+                host=self.name,
+                hint="pdctl needs python3 (3.8 or newer) there, on the PATH of `ssh HOST COMMAND`",
+            )
+        if result.rc:
+            raise StateError(
+                f"{self.name}: {reason}",
+                hint="make room or make it writable, or set PDCTL_HOME there",
+            )
 
     def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
         channel = self._open(argv)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import probe, systemd
+from . import ports, systemd
 from .deployment import forget_when_empty
 from .files import Refused, private_dir, write_json, write_private
 from .logs import last_lines
@@ -232,7 +232,7 @@ def stop(base: str, request: dict[str, Any]) -> dict[str, Any]:
         report["ports"] = [
             port
             for number in s.spec.get("ports", {}).values()
-            for port in [probe.port(base, int(number), s.spec.get("bind") or "127.0.0.1")]
+            for port in [ports.port(base, int(number), s.spec.get("bind") or "127.0.0.1")]
             if not port["free"]
         ]
     return {"services": list(reports.values())}

@@ -10,58 +10,53 @@ supervise DIR FD FD   internal: become the parent of a service
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import (
-    audit,
-    collect,
-    control,
-    deployment,
-    execute,
-    facts,
-    lock,
-    logs,
-    look,
-    measure,
-    probe,
-    provision,
-    store,
-)
+from . import audit, lock
 from .files import Refused, base_of
-from .supervise import Supervisor
 
-READING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
-    "status": look.status,
-    "token": look.token,
-    "probe": probe.probe,
-    "code": provision.look,
-    "clock": facts.clock,
-    "facts": facts.facts,
-    "reach": measure.reach,
-    "copy": measure.copy,
-    "tail": logs.tails,
-    "audit": audit.entries,
-    "collect": collect.collect,
+# Which function answers what. Its module is imported by the first who asks: most calls need few,
+# and a host may run very many.
+READING = {
+    "status": "look.status",
+    "token": "look.token",
+    "probe": "probe.probe",
+    "code": "provision.look",
+    "clock": "facts.clock",
+    "facts": "facts.facts",
+    "reach": "measure.reach",
+    "copy": "measure.copy",
+    "tail": "logs.tails",
+    "audit": "audit.entries",
+    "collect": "collect.collect",
 }
-CHANGING: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {
-    "register": deployment.register,
-    "start": control.start,
-    "again": control.again,
-    "stop": control.stop,
-    "purge": control.purge,
-    "offer": store.offer,
-    "accept": store.accept,
-    "install": provision.install,
+CHANGING = {
+    "register": "deployment.register",
+    "start": "control.start",
+    "again": "control.again",
+    "stop": "control.stop",
+    "purge": "control.purge",
+    "offer": "store.offer",
+    "accept": "store.accept",
+    "install": "provision.install",
 }
-STREAMS: dict[str, Callable[[], None]] = {
-    "follow": logs.follow,
-    "exec": execute.execute,
-    "listen": measure.listen,
+STREAMS = {
+    "follow": "logs.follow",
+    "exec": "execute.execute",
+    "listen": "measure.listen",
 }
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(".")
+    loaded = importlib.import_module(f".{module}", __package__)
+    found: Callable[..., Any] = getattr(loaded, function)
+    return found
 
 
 class Session:
@@ -82,7 +77,8 @@ class Session:
     def _do(self, base: str, request: dict[str, Any]) -> dict[str, Any]:
         what = request["do"]
         if what in READING:
-            return READING[what](base, request)
+            answer: dict[str, Any] = _function(READING[what])(base, request)
+            return answer
         name = request.get("deployment") or request["spec"]["deployment"]
         if what == "lock":
             self._lock(base, name, request)
@@ -103,7 +99,7 @@ class Session:
         """Carry it out and write down what was done, also what failed."""
         what = request["do"]
         try:
-            answer = CHANGING[what](base, request)
+            answer: dict[str, Any] = _function(CHANGING[what])(base, request)
         except (Refused, OSError) as e:
             audit.record(base, request, audit.failed(request, e))
             raise
@@ -137,6 +133,8 @@ def main(argv: list[str]) -> int:
     os.umask(0o077)
     command = argv[1] if len(argv) > 1 else ""
     if command == "supervise":
+        from .supervise import Supervisor  # alone: it stays for as long as its service
+
         Supervisor(argv[2], int(argv[3]), int(argv[4])).run()
     elif command == "call":
         print(json.dumps(Session().answer(json.load(sys.stdin))))
@@ -144,7 +142,7 @@ def main(argv: list[str]) -> int:
         serve()
     elif command in STREAMS:
         try:
-            STREAMS[command]()
+            _function(STREAMS[command])()
         except (BrokenPipeError, KeyboardInterrupt):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     else:

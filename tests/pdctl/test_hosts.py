@@ -61,8 +61,8 @@ def test_a_missing_program_is_one_line(host: LocalHost) -> None:
 
 def test_folders_are_private_and_whole(host: LocalHost, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    host.unpack(str(folder), {"c/one": b"1", "two": "zwei €".encode()})
-    host.unpack(str(folder), {"three": b""})
+    host.unpack(str(folder), {"c/one": "1", "two": "zwei €"})
+    host.unpack(str(folder), {"three": ""})
     assert (folder / "two").read_text() == "zwei €" and host.exists(str(folder / "c/one"))
     assert not host.exists(str(folder / "three"))
     assert oct((folder / "c/one").stat().st_mode & 0o777) == "0o600"
@@ -70,7 +70,7 @@ def test_folders_are_private_and_whole(host: LocalHost, tmp_path: Path) -> None:
         oct(folder.stat().st_mode & 0o777) == oct(folder.parent.stat().st_mode & 0o777) == "0o700"
     )
     with pytest.raises(StateError, match=f"{folder}/two"):
-        host.unpack(str(folder / "two" / "below"), {"x": b""})
+        host.unpack(str(folder / "two" / "below"), {"x": ""})
 
 
 def test_a_channel_is_lines_both_ways_and_ends_with_us(host: LocalHost) -> None:

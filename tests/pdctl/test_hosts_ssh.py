@@ -103,8 +103,8 @@ def test_a_command_has_a_deadline(ssh: SshHost) -> None:
 def test_folders_are_private_and_whole(ssh: SshHost, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     assert not ssh.exists(str(folder))
-    ssh.unpack(str(folder), {"c/one": b"1", "two": "zwei €".encode()})
-    ssh.unpack(str(folder), {"three": b""})
+    ssh.unpack(str(folder), {"c/one": "1", "two": "zwei €"})
+    ssh.unpack(str(folder), {"three": ""})
     assert ssh.exists(str(folder / "c/one")) and (folder / "two").read_text() == "zwei €"
     assert oct((folder / "c/one").stat().st_mode & 0o777) == "0o600"
     assert (
@@ -112,7 +112,7 @@ def test_folders_are_private_and_whole(ssh: SshHost, tmp_path: Path) -> None:
     )
     assert {p.name for p in folder.parent.rglob("*")} == {"b", "c", "one", "two"}
     with pytest.raises(StateError, match=f"gpu-a: {folder}/two"):
-        ssh.unpack(str(folder / "two" / "below"), {"x": b""})
+        ssh.unpack(str(folder / "two" / "below"), {"x": ""})
 
 
 def test_a_channel_ends_with_its_program_and_the_other_way_round(ssh: SshHost) -> None:

@@ -1,0 +1,39 @@
+"""Makes a folder of text files, whole or not at all: how the other files here come to a host.
+
+Runs by itself as `python -c SOURCE FOLDER`, the files as JSON on stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+
+
+def unpack(folder: str, files: dict[str, str]) -> None:
+    """Private; parents are made, 0700. There already, also meanwhile: nothing is done."""
+    parent = os.path.dirname(folder)
+    os.makedirs(parent, 0o700, exist_ok=True)
+    new = tempfile.mkdtemp(prefix=".new-", dir=parent)
+    try:
+        for name, text in files.items():
+            path = os.path.join(new, name)
+            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as f:
+                f.write(text)
+        os.rename(new, folder)
+    except OSError:
+        if not os.path.isdir(folder):
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    try:
+        unpack(sys.argv[1], json.load(sys.stdin))
+    except OSError as e:
+        sys.exit(f"{e.filename or sys.argv[1]}: {e.strerror}")
