@@ -7,6 +7,7 @@ stops kinds of work.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import sys
@@ -84,6 +85,8 @@ class FakeEngine:
         self,
         config: WorkerConfig,
         emit: Callable[[EngineEvent], None],
+        ranks: None = None,
+        place: Callable[[PoolMap], Region | None] = lambda _: None,
         *,
         chunk_blocks: int = 2,
         step_s: float = 0.0,
@@ -92,7 +95,11 @@ class FakeEngine:
         self.layout = KvLayout(2, 2, 4, config.block_size, "float32")
         self.num_blocks = config.kv_cache_bytes // self.layout.block_bytes
         self.pool_map = PoolMap(self.layout, self.num_blocks, config.tp_size)
-        self._memory = np.zeros(self.pool_map.nbytes, dtype=np.uint8)
+        if shared := place(self.pool_map):
+            memory = (ctypes.c_uint8 * shared.nbytes).from_address(shared.address)
+            self._memory = np.ctypeslib.as_array(memory)
+        else:
+            self._memory = np.zeros(self.pool_map.nbytes, dtype=np.uint8)
         self.pool = Region(self._memory.ctypes.data, self._memory.nbytes)
         self.fingerprint: dict[str, str | int] = {"model": "fake", **self.layout.fingerprint()}
         self._cache = BlockCache(self.num_blocks)
@@ -355,10 +362,8 @@ class FakeEngine:
 def main() -> int:
     """`fake_engine.py core --config F --fd N`, as `python -m runtime core`, with this engine."""
 
-    def engine(
-        config: WorkerConfig, emit: Callable[[EngineEvent], None], ranks: None
-    ) -> FakeEngine:
-        fake = FakeEngine(config, emit, step_s=float(os.environ.get("FAKE_STEP_S", "0")))
+    def engine(*args: Any) -> FakeEngine:
+        fake = FakeEngine(*args, step_s=float(os.environ.get("FAKE_STEP_S", "0")))
         fake.pause(*os.environ.get("FAKE_PAUSED", "").split())
         return fake
 

@@ -11,7 +11,7 @@ import random
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from runtime.config import Address, ModelConfig, PeerConfig, RdmaConfig, WorkerC
 from runtime.engine.contract import EngineEvent
 from runtime.engine.role import Parts, Role
 from runtime.engine.roles import DecodeRole, PrefillRole, make_role
+from runtime.engine.segment import Segment
+from runtime.kv.swap import Copy, CopyLane
 from runtime.protocol import (
     Event,
     Failed,
@@ -56,6 +58,8 @@ def config(name: str, role: str, **more: Any) -> WorkerConfig:
         "listen": Address("127.0.0.1", 1),
         "advertise": "127.0.0.1",
         "model": ModelConfig("fake", "fake"),
+        # A fake engine stands in for a GPU's: its pool is out of other processes' reach.
+        "device": "cuda:0",
         "block_size": BLOCK_SIZE,
         "kv_cache_bytes": 128 * BLOCK_BYTES,
         "shm_prefix": f"pdctl-test-{secrets.token_hex(6)}",
@@ -72,6 +76,7 @@ class Instance:
     role: Role
     engine: FakeEngine
     thread: threading.Thread
+    segment: Segment
     events: list[Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -133,6 +138,7 @@ class Instance:
         await self.role.close()
         self.engine.stop()
         self.thread.join(5)
+        self.segment.close(quiet=True)
 
 
 async def start(
@@ -145,17 +151,20 @@ async def start(
     def emit(event: EngineEvent) -> None:
         mailbox.post(lambda: roles[0].on_engine(event))
 
-    fake = FakeEngine(settings, emit, **engine)
+    incarnation = incarnation or secrets.token_hex(8)
+    segment = Segment(settings, incarnation)
+    fake = FakeEngine(settings, emit, None, segment.make, **engine)
     roles.append(
         make_role(
             Parts(
                 settings,
                 TOKEN,
-                incarnation or secrets.token_hex(8),
+                incarnation,
                 fake.fingerprint,
                 fake,
                 mailbox,
                 events.append,
+                segment.buffer,
             )
         )
     )
@@ -163,7 +172,7 @@ async def start(
     thread.start()
     await roles[0].start()
     roles[0].serve()
-    return Instance(settings, roles[0], fake, thread, events)
+    return Instance(settings, roles[0], fake, thread, segment, events)
 
 
 @dataclass(eq=False)
@@ -250,6 +259,31 @@ async def pair(
         await d.close()
         await made.prefill.close()
     assert not segments(d.config.shm_prefix)
+
+
+@contextlib.contextmanager
+def held(lane: CopyLane) -> Iterator[threading.Event]:
+    """Copies that are submitted meanwhile wait for the block's end; the event: one has begun."""
+    go, begun = threading.Event(), threading.Event()
+    submit = lane.submit
+
+    def submit_held(copy: Copy) -> None:
+        first, *rest = copy._pieces
+
+        def late() -> None:
+            begun.set()
+            go.wait(20)
+            first()
+
+        copy._pieces = [late, *rest]
+        submit(copy)
+
+    lane.submit = submit_held  # type: ignore[method-assign]
+    try:
+        yield begun
+    finally:
+        lane.submit = submit  # type: ignore[method-assign]
+        go.set()
 
 
 def drive(kind: str, scenario: Callable[[Pair], Awaitable[None]], **options: Any) -> None:

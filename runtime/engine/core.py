@@ -6,6 +6,7 @@ everything else belongs to the thread that calls `run`. Knows no front, no peer,
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from runtime.config import WorkerConfig
 from runtime.engine.contract import (
@@ -57,10 +59,12 @@ class Engine:
         config: WorkerConfig,
         emit: Callable[[EngineEvent], None],
         ranks: RankLinks | None = None,
+        place: Callable[[PoolMap], Region | None] = lambda _: None,
     ) -> None:
         """Loads the model, here and on the other ranks. Raises ConfigError, ModelError, RankError.
 
-        `ranks` are there when config.tp_size is over 1.
+        `ranks` are there when config.tp_size is over 1. `place` gives the pool's memory, if it is
+        not to be the engine's own; it outlives `run`.
         """
         self._emit = emit
         frame = frame_of(config)
@@ -76,7 +80,11 @@ class Engine:
             vocab=spec.vocab,
             eos_token_ids=spec.eos_token_ids,
         )
-        loaded = load(frame) if ranks is None else _load_with(ranks, frame)
+        memory = place(pools)
+        if ranks is None:
+            loaded = load(frame, memory=_bytes_of(memory) if memory else None)
+        else:
+            loaded = _load_with(ranks, frame)
         self._pool = loaded.pool
         self._runner: ModelRunner = loaded.runner
         if ranks is not None:
@@ -244,6 +252,12 @@ def _load_with(ranks: RankLinks, frame: Frame) -> Loaded:
     loaded = load(frame, group, memory)
     ranks.wait_loaded()
     return loaded
+
+
+def _bytes_of(region: Region) -> Tensor:
+    return torch.frombuffer(
+        (ctypes.c_char * region.nbytes).from_address(region.address), dtype=torch.uint8
+    )
 
 
 def _limits(config: WorkerConfig) -> Limits:

@@ -28,6 +28,7 @@ from runtime.engine.lifetime import die_with_parent
 from runtime.engine.ranks import RankLinks, RankProcesses
 from runtime.engine.role import Parts, Role
 from runtime.engine.roles import make_role
+from runtime.engine.segment import Segment
 from runtime.errors import RuntimeFailure
 from runtime.link import Link, LinkClosed
 from runtime.protocol import (
@@ -96,12 +97,14 @@ class _EngineThread:
         mailbox: Mailbox,
         emit: Callable[[EngineEvent], None],
         ranks: RankLinks | None,
+        segment: Segment,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._config = config
         self._mailbox = mailbox
         self._emit = emit
         self._ranks = ranks
+        self._segment = segment
         self._engine: Engine | None = None
         self.loaded: asyncio.Future[_Loaded] = loop.create_future()
         self.ended: asyncio.Future[Exception | None] = loop.create_future()
@@ -114,6 +117,10 @@ class _EngineThread:
             return
         self._engine.stop()
         await asyncio.wait([self.ended], timeout=timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self.ended.done()
 
     def failure(self) -> Exception | None:
         """Why it ended, if it did and not because it was told to."""
@@ -137,7 +144,7 @@ class _EngineThread:
 
     def _load(self) -> _Loaded:
         start = time.monotonic()
-        engine = Engine(self._config, self._emit, self._ranks)
+        engine = Engine(self._config, self._emit, self._ranks, self._segment.make)
         built = time.monotonic()
         engine.self_test()
         return _Loaded(engine, built - start, time.monotonic() - built)
@@ -154,6 +161,7 @@ class _Core:
         self._token = token
         self._config_path = config_path
         self._incarnation = secrets.token_hex(8)
+        self._segment = Segment(config, self._incarnation)
         self._role: Role | None = None
         self._engine: Engine | None = None
         self._link: Link[Command] | None = None
@@ -175,6 +183,7 @@ class _Core:
             mailbox,
             lambda event: mailbox.post(lambda: self._on_engine(event)),
             links,
+            self._segment,
         )
         receiving = asyncio.create_task(self._receive(self._link), name="front")
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
@@ -192,6 +201,7 @@ class _Core:
             if self._role:
                 await self._role.close()
             await thread.stop(_LOST_STOP_S if ranks.lost.done() else _ENGINE_STOP_S)
+            self._segment.close(quiet=not thread.alive)
             await ranks.close(thread.failure())
             # Last: the front gives this process little time from here on.
             writer.transport.abort()
@@ -215,6 +225,7 @@ class _Core:
                 engine,
                 mailbox,
                 self._send,
+                self._segment.buffer,
             )
         )
         await self._role.start()

@@ -11,6 +11,7 @@ from runtime.engine.contract import (
     EngineControl,
     EngineEvent,
 )
+from runtime.kv.buffer import CpuBuffer
 from runtime.protocol import (
     Event,
     Generate,
@@ -35,6 +36,8 @@ class Parts:
     engine: EngineControl
     mailbox: Mailbox
     send: Callable[[Event], None]
+    buffer: CpuBuffer | None = None
+    """Decode only; closed by who made it, after the engine has stopped."""
 
 
 class Role(ABC):
@@ -52,7 +55,7 @@ class Role(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Give everything back; the engine still runs."""
+        """Give everything back and let nobody write here any more; the engine still runs."""
 
     @abstractmethod
     def generate(self, message: Generate) -> None: ...

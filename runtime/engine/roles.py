@@ -8,7 +8,6 @@ process.py.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from runtime.engine.contract import (
 from runtime.engine.mixed import MixedRole
 from runtime.engine.role import Parts, Role
 from runtime.errors import ConfigError
-from runtime.kv.buffer import CpuBuffer
 from runtime.kv.swap import SwapLanes
 from runtime.protocol import (
     PROTOCOL_VERSION,
@@ -121,17 +119,13 @@ class PrefillRole(Role):
 
 
 class DecodeRole(Role):
-    """Owns the CPU buffer and a session with each prefill peer."""
+    """Has the CPU buffer and a session with each prefill peer."""
 
     def __init__(self, parts: Parts) -> None:
         config = parts.config
         self._parts = parts
-        sweep_segments(config.shm_prefix)
-        self._buffer = CpuBuffer.create(
-            f"{config.shm_prefix}.0.{parts.incarnation}",
-            config.cpu_buffer_bytes,
-            parts.engine.layout.block_bytes,
-        )
+        assert parts.buffer is not None
+        self._buffer = parts.buffer
         self.num_buffer_blocks = self._buffer.num_blocks
         self._lanes = SwapLanes.start(parts.mailbox.post)
         self._handoff = DecodeHandoff(config, parts.engine, self._buffer, self._lanes, parts.send)
@@ -175,7 +169,6 @@ class DecodeRole(Role):
         self._handoff.close()
         await self._lanes.close(_LANE_CLOSE_S)
         await self._rdma.close()
-        self._buffer.close()
 
     def generate(self, message: Generate) -> None:
         self._handoff.generate(message)
@@ -194,14 +187,3 @@ class DecodeRole(Role):
 
     def counters(self) -> Mapping[str, float]:
         return self._handoff.accounts.counters
-
-
-def sweep_segments(prefix: str, folder: Path = _SHM) -> None:
-    """Unlink what former incarnations left when they were killed. The prefix is this instance's
-    alone.
-    """
-    for entry in os.scandir(folder):
-        ours = entry.name.startswith(f"{prefix}.")
-        if ours and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-            _log.warning("removing %s, left by a former incarnation", entry.path)
-            Path(entry.path).unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """Decode's CPU buffer: one segment of pinned shared memory, handed out in blocks.
 
 Owns which block is free, reserved or quarantined. A block is never free while a remote writer may
-still write to it or a copy reads it. Knows nothing of peers, queues or requests: nonces name
-reservations. For the asyncio thread only.
+still write to it or a copy reads it. On a CPU the segment begins with the device pool, so that a
+reservation may also be of device blocks: who lends them gets them back under the same rule. Knows
+nothing of peers, queues or requests: nonces name reservations. For the asyncio thread only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from runtime._native import PinnedShm, create_pinned_shm, free_pinned_shm
 from runtime.errors import ConfigError
@@ -29,6 +31,8 @@ class Reservation:
     wanted: bool = True
     reading: bool = False
     """A copy out of the blocks is queued or running."""
+    give_back: Callable[[], None] | None = None
+    """The blocks are lent: called once when nobody wants them and nobody writes them any more."""
 
     @property
     def held(self) -> int:
@@ -38,18 +42,20 @@ class Reservation:
 class CpuBuffer:
     """`on_free` is called after blocks became free."""
 
-    def __init__(self, segment: PinnedShm, block_bytes: int) -> None:
+    def __init__(self, segment: PinnedShm, block_bytes: int, pool_blocks: int = 0) -> None:
+        """The first `pool_blocks` of the segment are the device pool's."""
         self._segment = segment
         self.block_bytes = block_bytes
-        self.num_blocks = segment.nbytes // block_bytes
+        self.pool_blocks = pool_blocks
+        self.num_blocks = segment.nbytes // block_bytes - pool_blocks
         # A heap: the lowest blocks first keeps reservations in long runs and the memory in use
         # small.
-        self._free = list(range(self.num_blocks))
+        self._free = list(range(pool_blocks, pool_blocks + self.num_blocks))
         self._open: dict[int, Reservation] = {}
         self.on_free: Callable[[], None] = _nothing
 
     @classmethod
-    def create(cls, name: str, nbytes: int, block_bytes: int) -> CpuBuffer:
+    def create(cls, name: str, nbytes: int, block_bytes: int, pool_blocks: int = 0) -> CpuBuffer:
         """Raises ConfigError when the memory cannot be had; nothing is left then."""
         if nbytes < block_bytes:
             raise ConfigError(
@@ -57,13 +63,14 @@ class CpuBuffer:
                 hint="make cpu_buffer larger",
             )
         try:
-            segment = create_pinned_shm(name, nbytes // block_bytes * block_bytes)
+            blocks = pool_blocks + nbytes // block_bytes
+            segment = create_pinned_shm(name, blocks * block_bytes)
         except OSError as e:
             raise ConfigError(
                 f"cpu_buffer: {e.strerror or e}",
                 hint="make cpu_buffer smaller or /dev/shm larger",
             ) from e
-        return cls(segment, block_bytes)
+        return cls(segment, block_bytes, pool_blocks)
 
     @property
     def name(self) -> str:
@@ -75,7 +82,13 @@ class CpuBuffer:
 
     @property
     def region(self) -> Region:
+        """All of the segment: block b, of the pool or the buffer, is at b * block_bytes."""
         return Region(self._segment.address, self._segment.nbytes)
+
+    @property
+    def pool_region(self) -> Region:
+        """The device pool's part, at the beginning."""
+        return Region(self._segment.address, self.pool_blocks * self.block_bytes)
 
     @property
     def free_blocks(self) -> int:
@@ -103,6 +116,14 @@ class CpuBuffer:
         self._open[nonce] = reservation
         return reservation
 
+    def lend(
+        self, reservation: Reservation, blocks: tuple[int, ...], give_back: Callable[[], None]
+    ) -> None:
+        """A reservation of nothing becomes one of these blocks of the pool."""
+        assert not reservation.blocks and max(blocks, default=0) < self.pool_blocks
+        reservation.blocks = blocks
+        reservation.give_back = give_back
+
     def copied(self, reservation: Reservation, count: int) -> None:
         """The first `count` blocks hold final bytes and were copied out: they are free."""
         self._free_up_to(reservation, count)
@@ -123,8 +144,12 @@ class CpuBuffer:
         reservation.wanted = False
         self._settle(reservation)
 
+    def unlink(self) -> None:
+        """Take its name away: for the memory of a thread that cannot be stopped."""
+        Path("/dev/shm", self.name).unlink(missing_ok=True)
+
     def close(self) -> None:
-        """Unmap and unlink. Nothing may be copying any more."""
+        """Unmap and unlink. Nothing may be copying, or computing in the pool, any more."""
         free_pinned_shm(self._segment, unlink=True)
 
     def _settle(self, reservation: Reservation) -> None:
@@ -132,6 +157,9 @@ class CpuBuffer:
             return
         if not reservation.wanted:
             self._free_up_to(reservation, len(reservation.blocks))
+            if give_back := reservation.give_back:
+                reservation.give_back = None
+                give_back()
         if reservation.held == 0:
             self._open.pop(reservation.nonce, None)
 
@@ -140,6 +168,8 @@ class CpuBuffer:
         if not freed:
             return
         reservation.freed = count
+        if reservation.give_back:
+            return
         for block in freed:
             heapq.heappush(self._free, block)
         self.on_free()

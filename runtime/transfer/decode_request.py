@@ -44,6 +44,8 @@ class Landing:
     reservation: Reservation
     device: tuple[int, ...] | None
     """Where each block of the reservation goes; None: no device blocks yet."""
+    direct: bool = False
+    """The reservation is of these device blocks themselves: nothing is copied."""
     landed: int = 0
     """The first blocks that hold final bytes in the buffer,"""
     queued: int = 0
@@ -54,6 +56,11 @@ class Landing:
     @property
     def blocks(self) -> int:
         return len(self.reservation.blocks)
+
+    @property
+    def written(self) -> bool:
+        """Somebody else may still write into the device blocks."""
+        return self.direct and self.reservation.writer_open
 
     @property
     def done(self) -> bool:
@@ -106,6 +113,11 @@ class DecodeRequest:
     def missing_blocks(self) -> int:
         """Those that prefill is asked for."""
         return self.num_blocks - self.have_blocks
+
+    @property
+    def missing_device_blocks(self) -> tuple[int, ...] | None:
+        """Where those go, if that is known."""
+        return self.adopted.blocks[self.adopted.cached :] if self.adopted else None
 
     @property
     def resumed(self) -> bool:

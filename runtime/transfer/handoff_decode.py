@@ -82,7 +82,7 @@ class DecodeHandoff:
         )
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._closing: set[DecodeRequest] = set()
-        """Over for the front, with a copy that still runs."""
+        """Over for the front, with a copy that still runs or a writer that still may write."""
         self._admission = Admission(config, engine, buffer.num_blocks)
         self.peers = PeerTable((peer.name for peer in config.prefill_peers), send)
 
@@ -126,18 +126,22 @@ class DecodeHandoff:
 
     def _needs(self, request: DecodeRequest, free: int) -> int:
         """Blocks of the buffer for the prompt. With device blocks at once, when it could run soon,
-        those that the prefix cache has need not come.
+        what the prefix cache has need not come, and the rest goes straight there if it can.
         """
-        request.adopted = self._engine.adopt(request.for_engine, free)
+        direct = self._buffer.pool_blocks > 0
+        room = request.num_blocks if direct else free
+        request.adopted = self._engine.adopt(request.for_engine, room)
         request.submitted = request.adopted is not None
-        return request.missing_blocks
+        return 0 if direct and request.adopted else request.missing_blocks
 
     def _granted(self, request: DecodeRequest, reservation: Reservation) -> None:
         now = self._loop.time()
         request.waiter = None
-        adopted = request.adopted
-        device = adopted.blocks[adopted.cached :] if adopted else None
-        request.landing = Landing(reservation, device)
+        request.landing = landing = Landing(reservation, request.missing_device_blocks)
+        if landing.device is not None and self._buffer.pool_blocks:
+            landing.direct = True
+            give_back = partial(self._release_engine, request)
+            self._buffer.lend(reservation, landing.device, give_back)
         request.granted = now
         self.accounts.reserved(request)
         _cancel_timer(request.reserve_timer)
@@ -362,14 +366,12 @@ class DecodeHandoff:
                 self._tell(session, Cancel(reservation.nonce))
             self.reservations.abandon(session.writer, reservation)
         self._swap.cancel(request)
-        if request.copies:
-            self._closing.add(request)
-        else:
-            self._release_engine(request)
+        self._closing.add(request)
+        self._release_engine(request)
 
     def _release_engine(self, request: DecodeRequest) -> None:
-        """Only when no copy writes into its device blocks any more."""
-        if request.copies:
+        """Only when neither a copy nor prefill writes into its device blocks any more."""
+        if request.copies or (request.landing and request.landing.written):
             return
         self._closing.discard(request)
         if request.submitted:

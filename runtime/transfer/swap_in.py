@@ -55,6 +55,12 @@ class SwapIn:
         if landing is None or landing.device is None or landing.queued == landing.landed:
             return
         reservation, device = landing.reservation, landing.device
+        if landing.direct:
+            landing.queued = landing.copied = landing.landed
+            if landing.done:
+                self._buffer.copied(reservation, landing.blocks)
+            self._on_copied(request)
+            return
         cuts = split_blocks(landing.queued, landing.landed, self._buffer.block_bytes)
         landing.queued = landing.landed
         source, pool, pool_map = self._buffer.region, self._engine.pool, self._engine.pool_map

@@ -47,7 +47,7 @@ class Deployment:
             cpu_buffer_bytes=64 * BLOCK_BYTES,
             prefill_peers=[{"name": "prefill-0", "address": address}],
             rdma=decode_rdma,
-            **decode,
+            **{"device": "cuda:0"} | decode,  # the fake stands in for a GPU's engine
         )
         self.prefill: Core
         self.decode: Core
@@ -126,6 +126,36 @@ def test_a_stopped_writer_keeps_its_blocks_until_it_is_back(tmp_path: Path) -> N
         await both.linked()
         await both.decode.idle()
         await both.prefill.idle()
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("end", ["SIGCONT", "SIGKILL"])
+def test_device_blocks_that_a_stopped_writer_may_write_are_not_reused(
+    tmp_path: Path, end: str
+) -> None:
+    async def scenario(cores: Cores) -> None:
+        both = Deployment(cores, transfer="shm", device="cpu", kv_cache_bytes=10 * BLOCK_BYTES)
+        await both.start(FAKE_PAUSED="prefill_after_first")
+        id_ = both.decode.send(PROMPT, deadline_s=1.5)
+        await both.decode.ledger(lambda ledger: ledger.device_blocks == 7)
+        await asyncio.sleep(0.2)
+        both.prefill.process.send_signal(signal.SIGSTOP)
+        try:
+            answer = await both.decode.wait(id_, timeout=10.0)
+            assert isinstance(answer.last, Failed) and answer.last.status == 504
+            # Silence makes the peer down; its blocks are still not ours.
+            await both.decode.until(lambda: both.decode.peers["prefill-0"].path is None, 15.0)
+            held = Ledger(
+                requests=1, running=1, device_blocks=7, reservations=1, quarantined_blocks=7
+            )
+            await both.decode.ledger(lambda ledger: ledger == held)
+        finally:
+            both.prefill.process.send_signal(getattr(signal, end))
+        await both.decode.idle()
+        if end == "SIGCONT":
+            await both.linked()
+            await both.prefill.idle()
 
     run(tmp_path, scenario)
 

@@ -3,16 +3,12 @@ on."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from fake_engine import expected
-from handoff_lab import Pair, drive, prompt
+from handoff_lab import Pair, drive, held, prompt
 
-from runtime.kv.swap import Copy, CopyLane
 from runtime.protocol import RequestId
 
 
@@ -20,31 +16,6 @@ from runtime.protocol import RequestId
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value
-
-
-@contextmanager
-def held(lane: CopyLane) -> Iterator[threading.Event]:
-    """Copies that are submitted meanwhile wait for the block's end; the event: one has begun."""
-    go, begun = threading.Event(), threading.Event()
-    submit = lane.submit
-
-    def submit_held(copy: Copy) -> None:
-        first, *rest = copy._pieces
-
-        def late() -> None:
-            begun.set()
-            go.wait(20)
-            first()
-
-        copy._pieces = [late, *rest]
-        submit(copy)
-
-    lane.submit = submit_held  # type: ignore[method-assign]
-    try:
-        yield begun
-    finally:
-        lane.submit = submit  # type: ignore[method-assign]
-        go.set()
 
 
 async def decoding(both: Pair, tokens: tuple[int, ...], **ask: Any) -> RequestId:
