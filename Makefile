@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-rdma | lint | bench-handover | bench-hosts | soak | clean
+# make install | quickstart | test | test-rdma | lint | bench-handover | bench-rdma | bench-hosts | soak | clean
 PYTHON ?= python3
 # The version that is tested. On PyPI this is a CUDA build of several GB; on a machine without a GPU,
 # `make install TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the small CPU build instead.
@@ -14,7 +14,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/src/*)
 MODULES := $(shell find pdctl runtime -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(MODULES)
 
-.PHONY: install install-test model quickstart test test-rdma lint bench-handover bench-hosts soak clean
+.PHONY: install install-test model quickstart test test-rdma lint bench-handover bench-rdma bench-hosts soak clean
 
 install: $(INSTALLED)
 
@@ -66,6 +66,9 @@ test: install-test model lint
 # Needs root: real RDMA verbs in a User-Mode Linux guest, whose kernel is built the first time (docs/rdma.md).
 test-rdma: install-test
 	tests/rdma_vm/test.sh $(BIN)/python
+
+bench-rdma: install-test
+	tests/rdma_vm/test.sh --bench $(BIN)/python
 
 bench-handover: model
 	$(BIN)/python tests/bench/handover.py
