@@ -1,8 +1,9 @@
 """In which order a plan is carried out: batches, each stopped, started and ready before the next.
 Pure.
 
-First comes all that is removed, started, or cannot be changed one by one; then each replaced
-instance alone, so that the others of its role serve meanwhile.
+First comes all that is started, or cannot be changed one by one; then each replaced instance alone,
+so that the others of its role serve meanwhile. What is removed ends last, unless something new may
+need its place.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ def batches(plan: Plan, *, rolling: bool = True) -> tuple[Batch, ...]:
     changing = plan.of("replace", "restart")
     one_by_one = rolling and not at_once(plan)
     alone = [s for s in changing if one_by_one and s.service.role != "router"]
-    first = tuple(s for s in changing if s not in alone)
-    whole = Batch((*plan.of("remove"), *first), (*plan.of("start"), *first))
-    rest = tuple(Batch((step,), (step,), alone=True) for step in alone)
-    return (whole, *rest) if whole.ending or whole.starting else rest
+    together = tuple(s for s in changing if s not in alone)
+    new, gone = plan.of("start"), plan.of("remove")
+    found = [
+        Batch((*(gone if new else ()), *together), (*new, *together)),
+        *(Batch((step,), (step,), alone=True) for step in alone),
+        Batch(() if new else gone, ()),
+    ]
+    return tuple(batch for batch in found if batch.ending or batch.starting)
 
 
 def at_once(plan: Plan) -> str:
@@ -70,7 +75,8 @@ def remarks(plan: Plan, *, rolling: bool = True) -> tuple[str, ...]:
         ending = [s.service.name for s in batch.ending if s.service.name in running]
         meanwhile = {name: s for name, s in running.items() if name not in ending}
         if _serve(running.values()) and not _serve(meanwhile.values()):
-            found.append(f"nothing is served until {_listed(ending)} back")
+            names = [s.service.name for s in batch.starting]
+            found.append(f"nothing is served until {_listed(names)} ready")
         running = meanwhile | {s.service.name: s.service for s in batch.starting}
     return tuple(found)
 

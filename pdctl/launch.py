@@ -72,6 +72,8 @@ class Launch:
         ordered = self._not_serving_first(batches)
         for number, batch in enumerate(ordered):
             try:
+                if batch.alone:
+                    self._refuse_the_last(batch.starting[0].service)
                 self._end(batch.ending, patience.drain_s)
                 self._begin(batch.starting)
                 if patience.wait_last or number < len(ordered) - 1:
@@ -91,9 +93,28 @@ class Launch:
             if not batch.alone:
                 return 0
             name = batch.starting[0].service.name
-            return 2 if name in view and view[name].state == "ready" else 1
+            return 2 if name in view and view[name].serves else 1
 
         return sorted(batches, key=rank)
+
+    def _refuse_the_last(self, service: ServiceSpec) -> None:
+        """The only one of its role that serves is not ended while others could, but do not."""
+        router = self._router()
+        view = (router.view() if router else None) or {}
+        serving = {name for name, routed in view.items() if routed.serves}
+        others = {
+            step.service.name
+            for step in self.plan.steps
+            if step.service.role == service.role and step.kind != "remove"
+        } - {service.name}
+        if service.name in serving and others and not others & serving:
+            idle = sorted(others)
+            raise PdctlError(
+                f"{service.name} is the only {service.role} instance that serves now: "
+                f"{', '.join(idle)} {'does' if len(idle) == 1 else 'do'} not",
+                hint="`pdctl status` says why; `pdctl restart NAME` and `pdctl drain NAME --undo`"
+                " bring one back",
+            )
 
     def _say_how_far(self, batches: Sequence[Batch], failed: int) -> None:
         if len(batches) > 1:

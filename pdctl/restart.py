@@ -68,11 +68,9 @@ def restart(
         chosen = _chosen(records, options, known.name)
         plan = Plan(known.name, tuple(_step(r, chosen) for r in records if r.spec or r.alive))
         view = _view(fleet, plan)
-        if options.rolling:
-            _refuse_the_last(plan, view)
         for text in remarks(plan, rolling=options.rolling):
             report(Event("note", text))
-        serving = {n for n, r in (view or {}).items() if r.state == "ready"} | {"router"}
+        serving = {n for n, r in (view or {}).items() if r.serves} | {"router"}
         launch = Launch(fleet, plan, {}, report, awaited=frozenset(serving if view else ()))
         drain_s = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
         patience = Patience(drain_s=drain_s, ready_s=options.wait_timeout_s)
@@ -116,19 +114,3 @@ def _view(fleet: Fleet, plan: Plan) -> View | None:
     router = next((s.service for s in plan.steps if s.running and s.service.role == "router"), None)
     token = fleet.token() if router else None
     return RouterClient(router.url, token).view() if router and token else None
-
-
-def _refuse_the_last(plan: Plan, view: View | None) -> None:
-    """The only one of its role that serves is not restarted while others could, but do not."""
-    serving = {name for name, routed in (view or {}).items() if routed.state == "ready"}
-    restarting = [s.service for s in plan.of("restart")]
-    for service in restarting:
-        alike = [s.service.name for s in plan.steps if s.service.role == service.role]
-        idle = [n for n in alike if n not in serving]
-        chosen = [s.name for s in restarting if s.role == service.role]
-        if service.name in serving and len(chosen) == 1 and idle and len(idle) == len(alike) - 1:
-            raise PdctlError(
-                f"{service.name} is the only {service.role} instance that serves now: "
-                f"{', '.join(idle)} {'does' if len(idle) == 1 else 'do'} not",
-                hint=f"`pdctl restart {idle[0]}` first, or leave out --rolling",
-            )

@@ -20,6 +20,7 @@ View = Mapping[str, "Routed"]
 @dataclass(frozen=True, slots=True)
 class Routed:
     name: str
+    role: str
     state: str
     reason: str
     """Why it gets no request; empty when it does."""
@@ -30,6 +31,10 @@ class Routed:
     """Decode: prefill instances with which it may be paired."""
 
     @property
+    def serves(self) -> bool:
+        return self.state == "ready" and (self.role != "decode" or bool(self.links))
+
+    @property
     def lives(self) -> bool:
         return self.state not in ("dead", "leaving")
 
@@ -37,6 +42,7 @@ class Routed:
     def parse(found: Mapping[str, Any]) -> Routed:
         return Routed(
             name=str(found["name"]),
+            role=str(found.get("role", "")),
             state=str(found.get("state", "")),
             reason=str(found.get("reason", "")),
             incarnation=str(found.get("incarnation", "")),

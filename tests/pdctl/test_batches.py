@@ -66,15 +66,20 @@ TABLE: dict[str, tuple[list[ServiceSpec], list[str], list[str]]] = {
         ["+decode-2", "-decode-0 +decode-0", "-decode-1 +decode-1"],
         [],
     ),
-    "what is removed comes first": (
+    "what is removed serves as long as it can": (
         changed("decode-0", threads=2)[:-1],
-        ["-decode-1", "-decode-0 +decode-0"],
-        ["nothing is served until decode-0 is back"],
+        ["-decode-0 +decode-0", "-decode-1"],
+        [],
+    ),
+    "but not while something new may need its place": (
+        [*changed("prefill-0", threads=2)[:-1], spec("mixed-0")],
+        ["-decode-1 +mixed-0", "-prefill-0 +prefill-0"],
+        [],
     ),
     "the router alone": (
         [spec("router", policy="round_robin"), *PAIRS[1:]],
         ["-router +router"],
-        ["nothing is served until router is back"],
+        ["nothing is served until router is ready"],
     ),
     "another model": (
         [PAIRS[0], *(spec(s.name, model={"path": "/n"}) for s in PAIRS[1:])],
@@ -83,7 +88,7 @@ TABLE: dict[str, tuple[list[ServiceSpec], list[str], list[str]]] = {
         ],
         [
             "replaced all at once, because the model changes",
-            "nothing is served until prefill-0, prefill-1, decode-0 and decode-1 are back",
+            "nothing is served until prefill-0, prefill-1, decode-0 and decode-1 are ready",
         ],
     ),
 }

@@ -64,6 +64,20 @@ def test_what_does_not_finish_in_time_is_cut_off_and_named(home: Home, demo: Dem
     ops.down("demo", 5.0, ops.silent)
 
 
+def test_the_last_one_that_serves_is_kept(home: Home, demo: Demo) -> None:
+    second = DECODE | {"port": PORTS[5], "env": {"STUB_NO_PATH": "1"}}
+    with pytest.raises(ServiceFailed):
+        up(demo(decode=[DECODE, second]), wait_timeout_s=1.0, keep_on_failure=True)
+    before = pids()
+    changed = DECODE | {"env": {"SOME": "change"}}
+    told = Told()
+    with pytest.raises(PdctlError, match="decode-0 is the only decode instance that serves now"):
+        up(demo(decode=[changed, second]), told)
+    assert pids() == before
+    assert "stop" not in {e.kind for e in told.events}
+    ops.down("demo", 5.0, ops.silent)
+
+
 def test_a_router_that_changed_leaves_the_instances_running(home: Home, demo: Demo) -> None:
     up(demo())
     before = pids()
@@ -136,7 +150,7 @@ def test_nothing_is_changed_without_consent(home: Home, demo: Demo) -> None:
     with pytest.raises(PdctlError, match="nothing was changed"):
         up(path, approve=refuse)
     assert shown[0].ends == ("decode-0",)
-    assert shown[0].notes == ("nothing is served until decode-0 is back",)
+    assert shown[0].notes == ("nothing is served until decode-0 is ready",)
     assert pids() == before
     assert json.loads(json.dumps(ops.plan_up(path, ops.silent).notes))
     ops.down("demo", 5.0, ops.silent)

@@ -259,7 +259,7 @@ DEAD = Step("remove", SERVICE, "orphan: left over, not running")
 def test_without_a_terminal_nothing_that_runs_is_stopped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan = Plan("demo", (KEEP, REPLACE), notes=("nothing is served until decode-0 is back",))
+    plan = Plan("demo", (KEEP, REPLACE), notes=("nothing is served until decode-0 is ready",))
     with pytest.raises(UsageError, match="this would stop decode-0 of demo") as caught:
         approver(yes=False)(plan)
     assert caught.value.exit_code == 2 and "--yes" in caught.value.hint

@@ -38,7 +38,7 @@ def test_a_rolling_restart_takes_one_after_the_other_and_not_the_router(
     told = Told()
     result = restart(rolling=True, report=told)
     assert sorted(result.restarted) == ["decode-0", "decode-1", "prefill-0"]
-    assert "nothing is served until prefill-0 is back" in told.notes()
+    assert "nothing is served until prefill-0 is ready" in told.notes()
     renewed = [e for e in told.order("stop", "start", "ready") if "-" in e]
     assert renewed == [
         f"{what} {n}" for n in result.restarted for what in ("stop", "start", "ready")

@@ -23,7 +23,8 @@ def spec(name: str, url: str = "") -> ServiceSpec:
 
 def routed(name: str, state: str = "ready", *links: str, in_flight: int = 0) -> Routed:
     reason = "" if state == "ready" else f"{name} is {state}"
-    return Routed(name, state, reason, f"{name}-now", in_flight, frozenset(links))
+    role = name.partition("-")[0]
+    return Routed(name, role, state, reason, f"{name}-now", in_flight, frozenset(links))
 
 
 SERVICES = [spec(n) for n in ("router", "prefill-0", "prefill-1", "decode-0")]
@@ -57,6 +58,12 @@ def view(**changes: Routed | None) -> dict[str, Routed]:
 )
 def test_what_the_router_lacks(seen: dict[str, Routed] | None, lacks: str) -> None:
     assert unseen(seen, SERVICES, {}) == lacks
+
+
+def test_decode_serves_only_with_a_link() -> None:
+    assert routed("decode-0", "ready", "prefill-0").serves and routed("mixed-0").serves
+    assert not routed("decode-0").serves
+    assert not routed("decode-0", "draining", "prefill-0").serves
 
 
 def test_the_former_process_is_not_the_new_one() -> None:
