@@ -115,6 +115,11 @@ class DecodeRequest:
         return self.num_blocks - self.have_blocks
 
     @property
+    def pledged_blocks(self) -> int:
+        """Device blocks it has and cannot use yet."""
+        return len(self.adopted.blocks) if self.adopted and not self.resumed else 0
+
+    @property
     def missing_device_blocks(self) -> tuple[int, ...] | None:
         """Where those go, if that is known."""
         return self.adopted.blocks[self.adopted.cached :] if self.adopted else None

@@ -50,6 +50,7 @@ from runtime.transfer.accounts import Accounts
 from runtime.transfer.admission import Admission, refusal
 from runtime.transfer.decode_request import DecodeRequest, DecodeSession, Landing
 from runtime.transfer.peer_table import PeerTable
+from runtime.transfer.pledges import Pledges
 from runtime.transfer.reservations import Reservations, Waiter
 from runtime.transfer.swap_in import SwapIn
 from runtime.transfer.swap_out import SwapOuts
@@ -83,6 +84,7 @@ class DecodeHandoff:
         self._requests: dict[RequestId, DecodeRequest] = {}
         self._closing: set[DecodeRequest] = set()
         """Over for the front, with a copy that still runs or a writer that still may write."""
+        self._pledges = Pledges(engine, direct=buffer.pool_blocks > 0)
         self._admission = Admission(config, engine, buffer.num_blocks)
         self.peers = PeerTable((peer.name for peer in config.prefill_peers), send)
 
@@ -125,14 +127,7 @@ class DecodeHandoff:
     # ---- reserve --------------------------------------------------------------------------------
 
     def _needs(self, request: DecodeRequest, free: int) -> int:
-        """Blocks of the buffer for the prompt. With device blocks at once, when it could run soon,
-        what the prefix cache has need not come, and the rest goes straight there if it can.
-        """
-        direct = self._buffer.pool_blocks > 0
-        room = request.num_blocks if direct else free
-        request.adopted = self._engine.adopt(request.for_engine, room)
-        request.submitted = request.adopted is not None
-        return 0 if direct and request.adopted else request.missing_blocks
+        return self._pledges.needs(request, self._requests.values(), free)
 
     def _granted(self, request: DecodeRequest, reservation: Reservation) -> None:
         now = self._loop.time()

@@ -121,6 +121,26 @@ def test_device_blocks_are_not_given_ahead_of_a_request_that_waits_for_them(kind
     drive(kind, scenario, kv_cache_bytes=32 * BLOCK_BYTES)
 
 
+def test_at_most_half_of_the_pool_waits_for_kv(kind: str) -> None:
+    async def scenario(both: Pair) -> None:
+        both.prefill.engine.pause("prefill")
+        ids = [both.decode.ask(prompt(40, seed=n)) for n in range(3)]
+        requests = [both.handoff._requests[id_] for id_ in ids]
+        assert [r.pledged_blocks for r in requests] == [10, 0, 0]
+        both.prefill.engine.pause()
+        for n, id_ in enumerate(ids):
+            await both.decode.answer(id_)
+            assert both.decode.tokens_of(id_) == expected(prompt(40, seed=n), 4)
+        # One alone may take more.
+        both.prefill.engine.pause("prefill")
+        alone = both.decode.ask(prompt(100))
+        assert both.handoff._requests[alone].pledged_blocks == 25
+        both.prefill.engine.pause()
+        await both.decode.answer(alone)
+
+    drive(kind, scenario, kv_cache_bytes=32 * BLOCK_BYTES)
+
+
 def test_without_a_prefix_cache_everything_moves(kind: str) -> None:
     async def scenario(both: Pair) -> None:
         for _ in range(2):
