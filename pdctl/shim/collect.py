@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import subprocess
-import sys
 from collections.abc import Iterable
 from typing import Any
 
-from . import deployment, redact
+from . import deployment, facts, redact
 from .files import checked, read_json
 from .logs import last_log
+from .ports import listeners
 from .probe import shm_room
 from .procs import boot_id
 from .service import Service, service_names
@@ -41,7 +40,7 @@ def collect(base: str, request: dict[str, Any]) -> dict[str, Any]:
         "services": {s.name: _files(s, values) for s in services},
         "known": redact.text(json.dumps(known, indent=1), values),
         "audit": redact.text(audit or "", values),
-        "facts": facts(),
+        "facts": _host(base),
     }
 
 
@@ -81,28 +80,25 @@ def _end_of(path: str, limit: int) -> str | None:
     return found.partition("\n")[2] if size > limit else found
 
 
-def facts() -> dict[str, Any]:
-    """Of this host now: versions, limits, memory, GPUs."""
-    limits = {
-        name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
-        for name in ("MEMLOCK", "NOFILE", "NPROC")
-    }
+def _host(base: str) -> dict[str, Any]:
+    """What `doctor` asks too, and what is going on there now."""
     return {
-        "python": sys.version,
+        **facts.facts(base, {}),
         "platform": platform.platform(),
         "hostname": platform.node(),
         "boot_id": boot_id(),
+        "uptime_s": float((_end_of("/proc/uptime", LOG_BYTES) or "0").split()[0]),
         "cpus": os.cpu_count(),
         "load": os.getloadavg(),
         "memory": (_end_of("/proc/meminfo", LOG_BYTES) or "").splitlines()[:5],
         "shm": shm_room(),
-        "limits": limits,
-        "uptime_s": float((_end_of("/proc/uptime", LOG_BYTES) or "0").split()[0]),
-        "gpus": _gpus(),
+        "listening": sorted({port for _, port in listeners()}),
+        "nvidia_smi": _nvidia_smi(),
     }
 
 
-def _gpus() -> str:
+def _nvidia_smi() -> str:
+    """As it prints: it names the processes that hold memory."""
     try:
         found = subprocess.run(
             ["nvidia-smi"],
