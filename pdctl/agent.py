@@ -22,7 +22,15 @@ from pdctl.errors import HostCommandError, Locked, PdctlError, StateError
 from pdctl.hosts import Host
 
 CALL_TIMEOUT_S = 30.0
-_MAIN = "import sys\nfrom shim.main import main\nsys.exit(main(sys.argv))\n"
+_MAIN = """# Run as a file: for a folder, python first loads a good part of importlib.
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))
+from shim.main import main
+
+sys.exit(main(sys.argv))
+"""
 
 
 @cache
@@ -44,9 +52,10 @@ def _version() -> str:
 def shim_argv(host: Host, command: str) -> list[str]:
     """The command line of the shim on this host, which is copied there first when it is missing."""
     folder = f"{host.base}/.shim/{_version()}"
-    if not host.exists(f"{folder}/__main__.py"):
+    main = f"{folder}/__main__.py"
+    if not host.exists(main):
         host.unpack(folder, _sources())
-    return [host.python, "-I", "-S", folder, command]
+    return [host.python, "-I", "-S", main, command]
 
 
 def request_text(host: Host, do: str, payload: dict[str, Any], *, command: str = "") -> str:

@@ -21,6 +21,7 @@ from pdctl.records import Identity, ServiceRecord
 from pdctl.services import ServiceSpec
 
 POLL_S = 0.1
+_LOOK_SHARE = 3
 SLOW_POLL_S = 0.3
 """After a few seconds: every look costs the CPU on which the model is being loaded."""
 HTTP_TIMEOUT_S = 2.0
@@ -70,12 +71,13 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
     asked: dict[str, Future[Readiness]] = {}
     pool = ThreadPoolExecutor(max_workers=max(1, min(32, len(services))))
     try:
+        looked = cost = 0.0
         while waiting:
-            # Looked at in every round, also while a /ready hangs.
-            looked = time.monotonic()
-            records = _living(waiting, watcher)
-            # Of many hosts a look takes long: half of the time is for other things.
-            pause = max(time.monotonic() - looked, SLOW_POLL_S if looked - begun > 3.0 else POLL_S)
+            now = time.monotonic()
+            # Also while a /ready hangs. At many hosts a look is dear: a quarter of the time for it.
+            if now - looked >= _LOOK_SHARE * cost:
+                records = _living(waiting, watcher)
+                looked, cost = time.monotonic(), time.monotonic() - now
             for name in [n for n, f in asked.items() if f.done()]:
                 answer = asked.pop(name).result()
                 reasons[name] = answer.reason
@@ -90,7 +92,10 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
                 name = next(iter(waiting))
                 raise _late(waiting[name], reasons[name], time.monotonic() - begun, watcher)
             if waiting:
-                time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+                slow = time.monotonic() - begun > 3.0
+                time.sleep(
+                    max(0.0, min(SLOW_POLL_S if slow else POLL_S, deadline - time.monotonic()))
+                )
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -109,7 +109,7 @@ def test_the_shim_is_copied_once_and_is_private(
 ) -> None:
     monkeypatch.setenv("PDCTL_HOME", str(tmp_path / "fresh"))
     host = LocalHost()
-    folder = Path(shim_argv(host, "call")[-2])
+    folder = Path(shim_argv(host, "call")[-2]).parent
     files = sorted(p for p in folder.rglob("*.py"))
     assert folder.parent == tmp_path / "fresh" / ".shim"
     assert {p.name for p in files} >= {"__main__.py", "supervise.py", "control.py"}
