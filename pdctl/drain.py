@@ -13,7 +13,7 @@ from typing import Any
 from pdctl.draining import Drain
 from pdctl.errors import PdctlError, UsageError
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Where, locked, whereabouts
+from pdctl.find import ANYWHERE, Where, located, locked
 from pdctl.fleet import Fleet
 from pdctl.restart import hosts_of
 from pdctl.routing import RouterClient
@@ -54,7 +54,8 @@ def drain(
 ) -> DrainResult:
     """Raises UsageError for what cannot be drained."""
     begun = time.monotonic()
-    known = whereabouts(name, where)
+    with located(name, where) as found:
+        known = found.known
     purpose = f"drain {service}" + (" --undo" if options.undo else "")
     needed = hosts_of(known, ("router", service))
     with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:

@@ -13,7 +13,7 @@ from typing import Any
 from pdctl.batches import batches, remarks
 from pdctl.errors import PdctlError, UsageError
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Where, locked, whereabouts
+from pdctl.find import ANYWHERE, Where, located, locked
 from pdctl.fleet import Fleet
 from pdctl.launch import Launch, Patience
 from pdctl.plan import Plan, Step
@@ -57,7 +57,8 @@ def restart(
 ) -> RestartResult:
     """Stops at the first service that does not come back, and raises; the others go on running."""
     begun = time.monotonic()
-    known = whereabouts(name, where)
+    with located(name, where) as found:
+        known = found.known
     purpose = "restart --rolling" if options.rolling else "restart"
     needed = hosts_of(known, options.services)
     with (

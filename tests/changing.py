@@ -53,7 +53,12 @@ def pids() -> dict[str, int | None]:
 
 
 def states(home: Home) -> dict[str, str]:
+    return {name: found["state"] for name, found in routed(home).items()}
+
+
+def routed(home: Home) -> dict[str, dict[str, Any]]:
+    """What the (stub) router says of each instance."""
     token = (home.dir("demo", "router") / "token").read_text().strip()
     url = home.record("demo", "router", "spec.json")["spec"]["url"]
     _, body = get_json(f"{url}/internal/instances", token=token)
-    return {i["name"]: i["state"] for i in body["instances"]}
+    return {i["name"]: i for i in body["instances"]}

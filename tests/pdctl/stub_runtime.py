@@ -86,7 +86,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             known = self.registry.get(body["name"], {})
             same = known.get("incarnation") == body["incarnation"]
             draining = known["draining"] if same else body["draining"]
-            self.registry[body["name"]] = body | {"seen": time.monotonic(), "draining": draining}
+            self.registry[body["name"]] = body | {
+                "seen": time.monotonic(),
+                "draining": draining,
+                "heard": body["draining"],
+            }
             prefills = [n for n, i in list(self.registry.items()) if i["role"] == "prefill"]
             named = {n: {"host": "127.0.0.1", "port": 1} for n in prefills}
             self.answer(200, {"draining": draining, "peers": named})

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from changing import DECODE, PREFILL, Demo, Told, pids, states, up
+from changing import DECODE, PREFILL, Demo, Told, pids, routed, states, up
 from supervision import Home, eventually, gone
 
 from pdctl import ops
@@ -129,7 +129,7 @@ def test_drain_waits_is_seen_and_taken_back(home: Home, demo: Demo) -> None:
 def test_a_router_that_is_restarted_still_knows_who_is_drained(home: Home, demo: Demo) -> None:
     up(demo(decode=[DECODE | {"replicas": 2}]))
     drain("decode-1")
-    eventually(lambda: states(home)["decode-1"] == "draining")
+    eventually(lambda: routed(home)["decode-1"]["heard"], 20)  # it has said so back
     restart("router")
     eventually(lambda: states(home).get("decode-1") == "draining")
 
