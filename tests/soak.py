@@ -332,34 +332,35 @@ def memory_kib(pid: int) -> int:
     raise LookupError(f"process {pid} shows no RssAnon")
 
 
-async def memory(folder: Path, settings: Settings, warm_up: int) -> Tally:
-    """Hand-overs with random cancels; prints each process's memory after the warm-up and at the
-    end."""
+async def memory(folder: Path, settings: Settings, looks: int = 5) -> Tally:
+    """Hand-overs with random cancels; prints each process's memory at even distances, and by how
+    much it grew after the first look, which ends the warm-up."""
     async with soaking(folder, settings) as made:
         total = settings.handovers
         assert total is not None
-        before: dict[str, int] = {}
-
-        def look() -> dict[str, int]:
-            return {name: memory_kib(core.process.pid) for name, core in made.running.items()}
+        seen: list[tuple[int, dict[str, int]]] = []
 
         async def watch() -> None:
-            while made.tally.requests < warm_up:
-                await asyncio.sleep(0.05)
-            before.update(look())
+            for number in range(1, looks):
+                while made.tally.requests < total * number // looks:
+                    await asyncio.sleep(0.05)
+                look()
+
+        def look() -> None:
+            now = {name: memory_kib(core.process.pid) for name, core in made.running.items()}
+            seen.append((made.tally.requests, now))
 
         watcher = asyncio.create_task(watch())
         began = time.monotonic()
         await made.run()
         await watcher
-        rate = total / (time.monotonic() - began)
-        print(f"{total} requests, {rate:.0f} a second")
-        for name, after in look().items():
-            grown = (after - before[name]) / (total - warm_up) * 1024
-            print(
-                f"{name:<10} {before[name]:>8} KiB after {warm_up}, {after:>8} KiB at the end: "
-                f"{grown:+.0f} bytes a request"
-            )
+        look()
+        print(f"{total} requests, {total / (time.monotonic() - began):.0f} a second")
+        print("private KiB after " + ", ".join(str(at) for at, _ in seen))
+        for name in made.running:
+            sizes = [now[name] for _, now in seen]
+            grown = (sizes[-1] - sizes[0]) / (seen[-1][0] - seen[0][0]) * 1024
+            print(f"{name:<10} {', '.join(map(str, sizes))}: {grown:+.0f} bytes a request")
         return made.tally
 
 
@@ -381,7 +382,7 @@ def main() -> int:
         if args.handovers is None:
             run = soak(Path(folder), settings)
         else:
-            run = memory(Path(folder), settings, args.handovers // 5)
+            run = memory(Path(folder), settings)
         tally = asyncio.run(run)  # type: ignore[arg-type]
     print(f"{tally.requests} requests: {tally.completed} right to the last token, ", end="")
     print(f"{tally.cancelled} cancelled, failed {dict(tally.failed)}; faults {dict(tally.faults)}")
