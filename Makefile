@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-rdma | lint | bench-handover | bench-rdma | bench-hosts | soak | clean
+# make install | quickstart | test | test-rdma | lint | bench-handover | bench-transfer | bench-peers | bench-rdma | bench-hosts | soak | clean
 PYTHON ?= python3
 # The version that is tested. On PyPI this is a CUDA build of several GB; on a machine without a GPU,
 # `make install TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the small CPU build instead.
@@ -14,7 +14,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/src/*)
 MODULES := $(shell find pdctl runtime -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(MODULES)
 
-.PHONY: install install-test model quickstart test test-rdma lint bench-handover bench-rdma bench-hosts soak clean
+.PHONY: install install-test model quickstart test test-rdma lint bench-handover bench-transfer bench-peers bench-rdma bench-hosts soak clean
 
 install: $(INSTALLED)
 
@@ -76,6 +76,16 @@ bench-handover: model
 # Needs root: 64 machines made of namespaces on this one.
 bench-hosts: install
 	$(BIN)/python tests/bench/hosts.py
+
+bench-transfer: install
+	$(BIN)/python tests/bench/transfer.py
+
+# Other transfer engines to compare with, each in an environment of its own. NIXL's bindings want torch: that is 6 GB.
+bench-peers:
+	$(PYTHON) -m venv build/peers/mooncake
+	build/peers/mooncake/bin/pip install --quiet numpy mooncake-transfer-engine-non-cuda
+	$(PYTHON) -m venv build/peers/nixl
+	build/peers/nixl/bin/pip install --quiet numpy nixl torch
 
 # Random faults with a checker on every token and ledger, then memory over 10,000 hand-overs.
 SOAK_SECONDS ?= 300
