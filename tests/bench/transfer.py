@@ -158,7 +158,12 @@ def measure(found: Sequence[Kind], size: int, total: int, rounds: int) -> dict[s
             for kind in found:
                 if kind.name not in ends:
                     continue
-                seconds, cpu, moved = one_round(kind, *ends[kind.name])
+                try:
+                    seconds, cpu, moved = one_round(kind, *ends[kind.name])
+                except RuntimeError as e:
+                    print(f"{e}: left out", file=sys.stderr)
+                    del ends[kind.name]
+                    continue
                 if number:  # the first warms up
                     times[kind.name].speed.append(moved / seconds / 1e9)
                     times[kind.name].cpu.append(cpu / (moved / 1e9))
