@@ -95,9 +95,9 @@ def tcp_receiver(blocks: int, size: int, streams: int = 1, **_: Any) -> None:
         while receiver.landed(nonce, 0) < blocks:
             more.wait()
             more.clear()
-        say(moved=blocks * size)
         receiver.revoke(nonce)
-        receiver.expect(nonce + 1, tuple(target))
+        receiver.expect(nonce + 1, tuple(target))  # before the next round can begin
+        say(moved=blocks * size)
     receiver.close()
     buffer.close()
 

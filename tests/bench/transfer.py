@@ -26,7 +26,6 @@ PEERS = HERE.parents[1] / "build" / "peers"
 KIB, MIB = 1 << 10, 1 << 20
 DEFAULT_MODEL_BLOCK = 16 * 46_080
 """16 tokens of SmolLM2-135M in float32, as on a CPU."""
-READY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
