@@ -35,6 +35,7 @@ from runtime.engine.contract import (
     SwapOut,
 )
 from runtime.kv.cache import BlockCache
+from runtime.kv.copies import HostCopies, PoolCopies
 from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.prefix import block_hashes
 from runtime.kv.region import Region
@@ -101,6 +102,7 @@ class FakeEngine:
         else:
             self._memory = np.zeros(self.pool_map.nbytes, dtype=np.uint8)
         self.pool = Region(self._memory.ctypes.data, self._memory.nbytes)
+        self.copies: PoolCopies = HostCopies(self.pool)
         self.fingerprint: dict[str, str | int] = {"model": "fake", **self.layout.fingerprint()}
         self._cache = BlockCache(self.num_blocks)
         self._prefix_cache = config.prefix_cache and config.role == "decode"

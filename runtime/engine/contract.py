@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from runtime.kv.copies import PoolCopies
 from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.region import Region
 from runtime.protocol import FinishReason, OutputToken, RequestId, SamplingParams
@@ -117,6 +118,10 @@ class EngineControl(Protocol):
     @property
     def pool(self) -> Region:
         """The device pools' memory, of all ranks."""
+
+    @property
+    def copies(self) -> PoolCopies:
+        """Between `pool` and host memory."""
 
     @property
     def pool_map(self) -> PoolMap:

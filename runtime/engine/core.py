@@ -35,6 +35,7 @@ from runtime.engine.runner import LeadingRunner
 from runtime.engine.scheduler import Limits
 from runtime.engine.stepper import Bounds, ModelRunner, Stepper
 from runtime.errors import ConfigError, ModelError
+from runtime.kv.copies import HostCopies, PoolCopies
 from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.region import Region
 from runtime.models.config import ModelSpec
@@ -86,6 +87,7 @@ class Engine:
         else:
             loaded = _load_with(ranks, frame)
         self._pool = loaded.pool
+        self._copies = _copies(config, frame.device, loaded.pool.region)
         self._runner: ModelRunner = loaded.runner
         if ranks is not None:
             self._runner = LeadingRunner(loaded.runner, ranks)
@@ -118,6 +120,10 @@ class Engine:
     @property
     def pool(self) -> Region:
         return self._pool.region
+
+    @property
+    def copies(self) -> PoolCopies:
+        return self._copies
 
     @property
     def pool_map(self) -> PoolMap:
@@ -258,6 +264,15 @@ def _bytes_of(region: Region) -> Tensor:
     return torch.frombuffer(
         (ctypes.c_char * region.nbytes).from_address(region.address), dtype=torch.uint8
     )
+
+
+def _copies(config: WorkerConfig, device: torch.device, pool: Region) -> PoolCopies:
+    if device.type == "cpu" or config.role == "mixed":  # which moves no KV
+        return HostCopies(pool)
+    from runtime.kv.gpu_swap import CupyEngine, GpuCopies
+
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return GpuCopies(pool, CupyEngine(number))
 
 
 def _limits(config: WorkerConfig) -> Limits:

@@ -46,6 +46,12 @@ class Sender(ABC):
         afterwards.
         """
 
+    def target(self) -> Region | None:
+        """Decode's buffer, where this process can write it by itself. Raises TransferError once
+        aborted.
+        """
+        return None
+
     @abstractmethod
     def abort(self) -> None:
         """From any thread: a waiting put soon ends in TransferError, as does each later one."""

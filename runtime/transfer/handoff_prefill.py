@@ -44,6 +44,7 @@ from runtime.protocol import (
 )
 from runtime.transfer.base import Sender
 from runtime.transfer.path_test import test_fits, test_pieces
+from runtime.transfer.pool_put import pool_put
 from runtime.transfer.prefill_request import Answer, Outgoing, PrefillSession
 from runtime.transfer.tcp import STALL_S
 
@@ -235,13 +236,13 @@ class PrefillHandoff:
             return
         outgoing.queued = stop
         cuts = split_blocks(start, stop, self._layout.block_bytes)
-        sender, pool = session.sender, self._engine.pool
+        sender, copies = session.sender, self._engine.copies
         assert sender is not None
 
         def piece(at: int, end: int) -> None:
             source = event.blocks[have + at : have + end]
             runs = self._engine.pool_map.gather(source, message.blocks[at:end])
-            outgoing.nbytes += sender.put(message.nonce, pool, runs)
+            outgoing.nbytes += pool_put(sender, copies, message.nonce, runs)
 
         copy = Copy(
             [partial(piece, at, end) for at, end in cuts],

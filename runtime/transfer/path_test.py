@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from runtime.engine.contract import EngineControl
 from runtime.kv.region import Region
 from runtime.kv.swap import Piece, split_blocks
 from runtime.protocol import PathTest
-from runtime.transfer.base import Runs, Sender
-
-Gather = Callable[[Sequence[int], Sequence[int]], Runs]
+from runtime.transfer.base import Sender
+from runtime.transfer.pool_put import pool_put
 
 
 def test_fits(test: PathTest, room: int) -> bool:
@@ -30,20 +28,19 @@ def test_fits(test: PathTest, room: int) -> bool:
 def test_pieces(test: PathTest, sender: Sender, engine: EngineControl) -> list[Piece]:
     """The puts, in pieces as KV is put."""
     layout, blocks = engine.layout, test.blocks
-    pool, source = engine.pool, scattered(len(blocks), test.run, engine.pool_map.num_blocks)
-    gather: Gather = engine.pool_map.gather
-    data = None
-    if test.pattern:
-        size = layout.block_bytes
-        repeats = -(-size // len(test.pattern))
-        data = ctypes.create_string_buffer((test.pattern * repeats)[:size], size)
-        pool, gather = Region(ctypes.addressof(data), size), layout.block_runs
-        source = [0] * len(blocks)
+    source = scattered(len(blocks), test.run, engine.pool_map.num_blocks)
+    size = layout.block_bytes
+    repeats = -(-size // len(test.pattern)) if test.pattern else 0
+    data = ctypes.create_string_buffer((test.pattern * repeats)[:size], size)
 
     def piece(start: int, stop: int) -> None:
-        # `data` is named to be kept until the last piece has run.
-        assert data is None or len(data)
-        sender.put(test.nonce, pool, gather(source[start:stop], blocks[start:stop]))
+        some = blocks[start:stop]
+        if test.pattern:
+            memory = Region(ctypes.addressof(data), size)
+            sender.put(test.nonce, memory, layout.block_runs([0] * len(some), some))
+        else:
+            runs = engine.pool_map.gather(source[start:stop], some)
+            pool_put(sender, engine.copies, test.nonce, runs)
 
     cuts = split_blocks(0, len(blocks), layout.block_bytes)
     return [partial(piece, start, stop) for start, stop in cuts]

@@ -34,9 +34,12 @@ class ShmSender(Sender):
             raise TransferError(f"segment {name}: {e}") from e
 
     def put(self, nonce: int, source: Region, runs: Runs) -> int:
+        return copy_region(self.target(), source, runs)
+
+    def target(self) -> Region:
         if self._aborted:
             raise TransferError("the session is closed")
-        return copy_region(Region(self._segment.address, self._segment.nbytes), source, runs)
+        return Region(self._segment.address, self._segment.nbytes)
 
     def abort(self) -> None:
         self._aborted = True

@@ -12,7 +12,7 @@ from functools import partial
 from runtime.engine.contract import Adopted, EngineControl
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer
-from runtime.kv.swap import Copy, CopyLane, copy_region, split_blocks
+from runtime.kv.swap import Copy, CopyLane, split_blocks
 from runtime.transfer.decode_request import DecodeRequest, Landing
 
 
@@ -63,11 +63,11 @@ class SwapIn:
             return
         cuts = split_blocks(landing.queued, landing.landed, self._buffer.block_bytes)
         landing.queued = landing.landed
-        source, pool, pool_map = self._buffer.region, self._engine.pool, self._engine.pool_map
+        source, copies, pool_map = self._buffer.region, self._engine.copies, self._engine.pool_map
 
         def piece(at: int, end: int) -> None:
             runs = pool_map.scatter(reservation.blocks[at:end], device[at:end])
-            copy_region(pool, source, runs)
+            copies.into(source, runs)
 
         copy = Copy(
             [partial(piece, at, end) for at, end in cuts],

@@ -15,7 +15,7 @@ from functools import partial
 from runtime.engine.contract import EngineControl, SwapOut
 from runtime.errors import TransferError
 from runtime.kv.buffer import Reservation
-from runtime.kv.swap import Copy, CopyLane, copy_region, split_blocks
+from runtime.kv.swap import Copy, CopyLane, split_blocks
 from runtime.transfer.accounts import Accounts
 from runtime.transfer.decode_request import DecodeRequest, Landing
 from runtime.transfer.reservations import Reservations
@@ -53,10 +53,10 @@ class SwapOuts:
             return
         began = self._loop.time()
         cuts = split_blocks(0, len(event.blocks), self._buffer.block_bytes)
-        to, pool, pool_map = self._buffer.region, self._engine.pool, self._engine.pool_map
+        to, copies, pool_map = self._buffer.region, self._engine.copies, self._engine.pool_map
 
         def piece(at: int, end: int) -> None:
-            copy_region(to, pool, pool_map.gather(event.blocks[at:end], reservation.blocks[at:end]))
+            copies.out(to, pool_map.gather(event.blocks[at:end], reservation.blocks[at:end]))
 
         copy = Copy(
             [partial(piece, at, end) for at, end in cuts],

@@ -1,0 +1,148 @@
+"""Copies of a GPU pool. No GPU here: `StandIn` stands in for CUDA, and moves bytes only when it is
+waited for, so that whatever looks too early sees old bytes. The real one is tests/gpu/check.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+import threading
+
+import fake_engine
+import numpy as np
+import pytest
+from fake_engine import expected
+from handoff_lab import pair
+from numpy.typing import NDArray
+from transport_rig import Rig, block_runs, eventually
+
+from runtime.errors import ConfigError, TransferError
+from runtime.kv.copies import Runs
+from runtime.kv.gpu_swap import CupyEngine, GpuCopies
+from runtime.kv.region import Region
+from runtime.transfer.pool_put import pool_put
+
+SIZE = 64
+
+
+class StandIn:
+    """A CopyEngine of host memory."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self._mine = threading.local()
+        self._kept: list[NDArray[np.uint8]] = []
+        self._fail_at = fail_at
+        self.moved = 0
+
+    def begin(self) -> None:
+        assert not getattr(self._mine, "enqueued", None), "the batch before was not waited for"
+        self._mine.enqueued = []
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        if len(self._mine.enqueued) == self._fail_at:
+            raise TransferError("cuda:0: stand-in failure")
+        self._mine.enqueued.append((to, source, nbytes))
+
+    def finish(self) -> None:
+        for to, source, nbytes in self._mine.enqueued:
+            ctypes.memmove(to, source, nbytes)
+            self.moved += nbytes
+        self._mine.enqueued = []
+
+    def pinned(self, nbytes: int) -> Region:
+        memory = np.zeros(nbytes, dtype=np.uint8)
+        self._kept.append(memory)
+        return Region(memory.ctypes.data, nbytes)
+
+
+def memory(blocks: int, seed: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, blocks * SIZE, dtype=np.uint8)
+
+
+def region(array: NDArray[np.uint8]) -> Region:
+    return Region(array.ctypes.data, array.nbytes)
+
+
+def test_both_directions() -> None:
+    pool, host = memory(8, 1), memory(8, 2)
+    before = pool.copy()
+    copies = GpuCopies(region(pool), StandIn())
+    runs = block_runs([3, 1, 7], [0, 5, 2], SIZE)
+    assert copies.out(region(host), runs) == 3 * SIZE
+    for at, to, size in runs.tolist():
+        assert (host[to : to + size] == before[at : at + size]).all()
+    pool[:] = 0
+    back = runs[:, [1, 0, 2]]
+    assert copies.into(region(host), np.ascontiguousarray(back)) == 3 * SIZE
+    for at, _, size in runs.tolist():
+        assert (pool[at : at + size] == before[at : at + size]).all()
+    assert copies.host is None
+
+
+@pytest.mark.parametrize("run", [(-1, 0, 8), (0, -1, 8), (0, 0, -8), (0, 500, 13), (508, 0, 5)])
+def test_a_run_outside_moves_nothing(run: tuple[int, int, int]) -> None:
+    engine = StandIn()
+    copies = GpuCopies(region(memory(8, 1)), engine)
+    runs: Runs = np.array([(0, 0, 8), run], dtype=np.int64)
+    with pytest.raises(TransferError, match="outside"):
+        copies.out(region(memory(8, 2)), runs)
+    assert engine.moved == 0
+
+
+def test_what_was_enqueued_before_an_error_is_waited_for() -> None:
+    engine = StandIn(fail_at=1)
+    copies = GpuCopies(region(memory(8, 1)), engine)
+    with pytest.raises(TransferError, match="stand-in failure"):
+        copies.into(region(memory(8, 2)), block_runs([0, 1, 2], [0, 1, 2], SIZE))
+    assert engine.moved == SIZE and not engine._mine.enqueued
+
+
+def test_each_thread_has_its_own_staging() -> None:
+    copies = GpuCopies(region(memory(8, 1)), StandIn())
+    mine, found = copies.staging(100), []
+    thread = threading.Thread(target=lambda: found.append(copies.staging(100)))
+    thread.start()
+    thread.join()
+    assert copies.staging(50).address == mine.address != found[0].address
+    assert copies.staging(5000).nbytes == 5000
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_puts_out_of_a_gpu(kind: str) -> None:
+    rig = Rig.make(kind, blocks=8, size=4096)
+    rig.connect()
+    try:
+        copies = GpuCopies(rig.source, StandIn())
+        rig.receiver.expect(1, (6, 1, 4))
+        runs = block_runs([5, 0, 7], [6, 1, 4], rig.size)
+        assert pool_put(rig.sender, copies, 1, runs) == 3 * rig.size
+        eventually(lambda: rig.receiver.landed(1, 3) == 3, 20)
+        assert rig.bytes_of([6, 1, 4]) == rig.pool_bytes([5, 0, 7])
+        rig.sender.abort()
+        with pytest.raises(TransferError):
+            pool_put(rig.sender, copies, 1, runs)
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_requests_between_two_instances(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_engine, "HostCopies", lambda pool: GpuCopies(pool, StandIn()))
+
+    async def main() -> None:
+        async with pair(kind) as both:
+            prompts = [tuple(range(1, n)) for n in (3, 9, 17, 30)]
+            ids = [both.decode.ask(prompt, max_tokens=4) for prompt in prompts]
+            for id_, prompt in zip(ids, prompts, strict=True):
+                await both.decode.answer(id_)
+                assert both.decode.tokens_of(id_) == expected(prompt, 4)
+
+    asyncio.run(main())
+
+
+def test_without_cupy_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match="cupy, which is missing") as caught:
+        CupyEngine(0)
+    assert "pdctl[cuda12]" in caught.value.hint
