@@ -55,9 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(args)
     except RuntimeFailure as e:
-        hint = f" ({e.hint})" if e.hint else ""
         who = f"rank {args.rank}" if args.kind == "rank" else args.kind
-        print(f"{who}: {e}{hint}", file=sys.stderr)
+        print(f"{who}: {e.line}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as e:
         if (e.name or "runtime").partition(".")[0] == "runtime":

@@ -25,6 +25,11 @@ class RuntimeFailure(Exception):
         super().__init__(message)
         self.hint = hint
 
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        return f"{self} ({self.hint})" if self.hint else str(self)
+
 
 class ConfigError(RuntimeFailure):
     """The configuration of this process cannot work; raised before it serves anything."""

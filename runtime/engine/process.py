@@ -14,18 +14,15 @@ import secrets
 import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from runtime.config import WorkerConfig, load, read_token
 from runtime.engine.contract import EngineEvent
 from runtime.engine.core import Engine
+from runtime.engine.engine_thread import EngineThread, Tested, engine_runs
 from runtime.engine.lifetime import die_with_parent
-from runtime.engine.ranks import RankLinks, RankProcesses
+from runtime.engine.ranks import RankProcesses
 from runtime.engine.role import Parts, Role
 from runtime.engine.roles import make_role
 from runtime.engine.segment import Segment
@@ -49,8 +46,6 @@ from runtime.transfer.mailbox import Mailbox
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _ENGINE_STOP_S = 10.0
 _LOST_STOP_S = 1.0
 """After the loss of a rank: the engine waits for it in a step, and may do so for long."""
@@ -70,89 +65,19 @@ def run_core(config_path: Path, fd: int) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     die_with_parent(signal.SIGTERM)
     front = socket.socket(fileno=fd)
-    code = asyncio.run(_Core(config, token, config_path).run(front))
-    if any(t.name == _EngineThread.NAME for t in threading.enumerate()):
-        # Still loading, or in a step that does not end. All that outlives a process was given back;
-        # an interpreter that shuts down under running torch code may crash instead of ending.
+    try:
+        code = asyncio.run(_Core(config, token, config_path).run(front))
+    except RuntimeFailure as e:
+        if not engine_runs():
+            raise
+        print(f"core: {e.line}", file=sys.stderr, flush=True)
+        code = 1
+    if engine_runs():
+        # All that outlives a process was given back; an interpreter that shuts down under running
+        # torch code may crash instead of ending.
         logging.shutdown()
         os._exit(code)
     return code
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    engine: Engine
-    load_s: float
-    self_test_s: float
-
-
-class _EngineThread:
-    """Builds the engine, tests it and runs it, all on one thread; reports on the asyncio thread."""
-
-    NAME = "engine"
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        mailbox: Mailbox,
-        emit: Callable[[EngineEvent], None],
-        ranks: RankLinks | None,
-        segment: Segment,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self._config = config
-        self._mailbox = mailbox
-        self._emit = emit
-        self._ranks = ranks
-        self._segment = segment
-        self._engine: Engine | None = None
-        self.loaded: asyncio.Future[_Loaded] = loop.create_future()
-        self.ended: asyncio.Future[Exception | None] = loop.create_future()
-        self._thread = threading.Thread(target=self._main, name=self.NAME, daemon=True)
-        self._thread.start()
-
-    async def stop(self, timeout: float) -> None:
-        """Wait for the step under way; a thread that still loads ends with the process."""
-        if self._engine is None:
-            return
-        self._engine.stop()
-        await asyncio.wait([self.ended], timeout=timeout)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and not self.ended.done()
-
-    def failure(self) -> Exception | None:
-        """Why it ended, if it did and not because it was told to."""
-        return self.ended.result() if self.ended.done() else None
-
-    def _main(self) -> None:
-        try:
-            loaded = self._load()
-            self._engine = loaded.engine
-            self._mailbox.post(lambda: _resolve(self.loaded, loaded))
-            loaded.engine.run()
-        except RuntimeFailure as e:
-            failure: Exception | None = e
-        except Exception as e:
-            # Top of the engine thread: the process ends, and says why.
-            _log.exception("the engine failed")
-            failure = e
-        else:
-            failure = None
-        self._mailbox.post(lambda: _resolve(self.ended, failure))
-
-    def _load(self) -> _Loaded:
-        start = time.monotonic()
-        engine = Engine(self._config, self._emit, self._ranks, self._segment.make)
-        built = time.monotonic()
-        engine.self_test()
-        return _Loaded(engine, built - start, time.monotonic() - built)
-
-
-def _resolve(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 class _Core:
@@ -178,7 +103,7 @@ class _Core:
         ranks = RankProcesses(self._config_path, self._config.tp_size)
         links = await ranks.start() if self._config.tp_size > 1 else None
         # Events go straight to the role once there is one; before that the engine has no requests.
-        thread = _EngineThread(
+        thread = EngineThread(
             self._config,
             mailbox,
             lambda event: mailbox.post(lambda: self._on_engine(event)),
@@ -207,14 +132,14 @@ class _Core:
             writer.transport.abort()
         return self._exit_code(thread, ranks)
 
-    def _exit_code(self, thread: _EngineThread, ranks: RankProcesses) -> int:
+    def _exit_code(self, thread: EngineThread, ranks: RankProcesses) -> int:
         failure: Exception | None
         failure = ranks.lost.result() if ranks.lost.done() else thread.failure()
         if isinstance(failure, RuntimeFailure):
             raise failure
         return 0 if failure is None else 1
 
-    async def _serve(self, loaded: _Loaded, mailbox: Mailbox) -> None:
+    async def _serve(self, loaded: Tested, mailbox: Mailbox) -> None:
         engine = self._engine = loaded.engine
         self._role = make_role(
             Parts(
