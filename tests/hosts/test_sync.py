@@ -112,7 +112,7 @@ def test_what_was_cut_off_is_continued_and_what_is_damaged_is_not_kept(
     (a,) = cluster.add("gpu-a")
     path = topology(cluster)
     model = cluster.laptop / "model.gguf"
-    size = 96 << 20
+    size = 48 << 20
     model.write_bytes(b"GGUF" + bytes(size - 4))
     options = ("--wheelhouse", str(wheels), "--model", "--json")
     killed = cluster.start_pdctl("sync", path, *options)
