@@ -13,7 +13,7 @@ import select
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,13 +61,24 @@ class SshHost:
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
         channel = self._open(argv)
         with contextlib.closing(channel), self._translated():
-            return self._communicate(channel, stdin.encode(), argv[0], timeout)
+            channel.settimeout(timeout)
+            self._send(channel, [stdin.encode()])
+            return self._rest(channel, argv[0], timeout)
 
-    def _communicate(self, channel: Any, data: bytes, what: str, timeout: float) -> Result:
+    @staticmethod
+    def _send(channel: Any, pieces: Iterable[bytes]) -> None:
+        """A program that ends before it has read all is no lost connection: its exit tells why."""
+        try:
+            for piece in pieces:
+                channel.sendall(piece)
+        except OSError:
+            if not channel.closed or not channel.transport.is_active():
+                raise
+
+    def _rest(self, channel: Any, what: str, timeout: float) -> Result:
+        """What the program says, now that it gets no more, and how it ends."""
         deadline = time.monotonic() + timeout
         out, err = io.BytesIO(), io.BytesIO()
-        channel.settimeout(timeout)
-        channel.sendall(data)
         channel.shutdown_write()
         arrival = select.poll()  # not select(), which knows no descriptors above 1023
         arrival.register(channel.fileno(), select.POLLIN)
@@ -116,17 +127,16 @@ class SshHost:
             )
 
     def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
+        def pieces() -> Iterator[bytes]:
+            while piece := source.read(PIECE_BYTES):
+                yield piece
+                sent(len(piece))
+
         channel = self._open(argv)
         with contextlib.closing(channel), self._translated():
             channel.settimeout(STALL_S)
-            try:
-                while piece := source.read(PIECE_BYTES):
-                    channel.sendall(piece)
-                    sent(len(piece))
-            except OSError:
-                if not channel.closed or not channel.transport.is_active():
-                    raise  # else it ended early, and its exit tells why
-            return self._communicate(channel, b"", argv[0], STALL_S)
+            self._send(channel, pieces())
+            return self._rest(channel, argv[0], STALL_S)
 
     def channel(self, argv: Sequence[str]) -> Channel:
         return SshChannel(self.name, self._open(argv))

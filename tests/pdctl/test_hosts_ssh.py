@@ -115,6 +115,22 @@ def test_folders_are_private_and_whole(ssh: SshHost, tmp_path: Path) -> None:
         ssh.unpack(str(folder / "two" / "below"), {"x": ""})
 
 
+def test_a_program_that_ends_before_it_has_read_all(ssh: SshHost, tmp_path: Path) -> None:
+    early = ["sh", "-c", "echo full >&2; exit 3"]
+    result = ssh.run(early, stdin="x" * (8 << 20), timeout=30)
+    assert (result.rc, result.err) == (3, "full\n")
+    large = tmp_path / "large"
+    large.write_bytes(bytes(8 << 20))
+    heard: list[int] = []
+    with large.open("rb") as f:
+        result = ssh.feed(early, f, heard.append)
+        assert (result.rc, result.err) == (3, "full\n")
+        f.seek(1)
+        result = ssh.feed(["wc", "-c"], f, heard.append)
+    assert result.rc == 0 and int(result.out) == (8 << 20) - 1
+    assert ssh.run(["true"], timeout=30).rc == 0
+
+
 def test_a_channel_ends_with_its_program_and_the_other_way_round(ssh: SshHost) -> None:
     code = (
         "import os, sys\n"
