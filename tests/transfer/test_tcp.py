@@ -220,3 +220,31 @@ def test_a_put_that_moves_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TransferError, match="no byte moved for"):
             sender.put(1, source, block_runs([0], [0], data.nbytes))
         sender.close()
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_an_abort_ends_a_put_that_waits(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_MIN_PART", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = [socket.create_connection(server.getsockname()) for _ in range(streams)]
+        ours = [server.accept()[0] for _ in range(streams)]
+    data = np.zeros(96 << 20, dtype=np.uint8)
+    sender = TcpSender(theirs, 1 << 20)
+    ended: list[str] = []
+
+    def put() -> None:
+        try:
+            sender.put(1, Region(data.ctypes.data, data.nbytes), block_runs([0], [0], data.nbytes))
+        except TransferError as e:
+            ended.append(str(e))
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    time.sleep(0.2)  # nobody receives: the kernel's buffers are full by now
+    assert thread.is_alive()
+    sender.abort()
+    thread.join(tcp.STALL_S / 2)
+    assert not thread.is_alive() and len(ended) == 1
+    sender.close()
+    for sock in ours:
+        sock.close()
