@@ -115,7 +115,8 @@ def test_what_was_cut_off_is_continued_and_what_is_damaged_is_not_kept(
     size = 48 << 20
     model.write_bytes(b"GGUF" + bytes(size - 4))
     options = ("--wheelhouse", str(wheels), "--model", "--json")
-    killed = cluster.start_pdctl("sync", path, *options)
+    # Killed, it cannot remove its scratch folder: let it be one that goes with the test.
+    killed = cluster.start_pdctl("sync", path, *options, TMPDIR=str(cluster.root))
     parts = lambda: list(a.home.glob(".cache/pdctl/models/local/*/model.gguf.part"))  # noqa: E731
     eventually(lambda: parts() and parts()[0].stat().st_size > 0, 60)
     killed.send_signal(signal.SIGSTOP)
