@@ -38,6 +38,13 @@ class Patience:
     """False: return when the last batch is started."""
 
 
+def show_log(error: PdctlError, report: Report) -> None:
+    """The last lines of the service that failed, if it is one that did."""
+    if isinstance(error, ServiceFailed):
+        for line in error.log_tail:
+            report(Event("log", line, error.service, error.host))
+
+
 @dataclass(slots=True)
 class Launch:
     fleet: Fleet

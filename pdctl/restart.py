@@ -15,7 +15,7 @@ from pdctl.errors import PdctlError, UsageError
 from pdctl.events import Event, Report
 from pdctl.find import ANYWHERE, Where, located, locked
 from pdctl.fleet import Fleet
-from pdctl.launch import Launch, Patience
+from pdctl.launch import Launch, Patience, show_log
 from pdctl.plan import Plan, Step
 from pdctl.records import ServiceRecord
 from pdctl.routing import RouterClient, View
@@ -75,7 +75,11 @@ def restart(
         launch = Launch(fleet, plan, {}, report, awaited=frozenset(serving if view else ()))
         drain_s = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
         patience = Patience(drain_s=drain_s, ready_s=options.wait_timeout_s)
-        launch.carry_out(batches(plan, rolling=options.rolling), patience)
+        try:
+            launch.carry_out(batches(plan, rolling=options.rolling), patience)
+        except PdctlError as e:
+            show_log(e, report)
+            raise
     return RestartResult(known.name, tuple(launch.started), time.monotonic() - begun)
 
 

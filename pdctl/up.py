@@ -20,12 +20,12 @@ from pdctl import command, models, preflight, state, topology, wheels
 from pdctl.agent import Session, shim_call
 from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
-from pdctl.errors import PdctlError, ServiceFailed
+from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
 from pdctl.find import Where, latest_said, leave, located, locked, register, whereabouts
 from pdctl.fleet import Fleet, on_all, raise_failures
 from pdctl.hosts import Host
-from pdctl.launch import Launch, Patience
+from pdctl.launch import Launch, Patience, show_log
 from pdctl.plan import Plan, allocate_ports, make_plan
 from pdctl.records import ServiceRecord
 from pdctl.scaling import count_of
@@ -106,29 +106,12 @@ def bring_up(
         for host in fleet.late:
             report(Event("note", f"{host}: no answer yet; what may run there is left as it is"))
         records = fleet.observe()
-        ask = {"models": wanted.places}
-        probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
-        answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
-        said = latest_said((answer for _, answer in answers), name)
-        if before is not None and said is not None and said.at != before.at:
-            raise PdctlError(
-                f"{name} was changed meanwhile from {said.machine.partition(':')[0]}",
-                hint="look with `pdctl status`, and try again",
-            )
-        plan = _with_scale(_plan(wanted, fleet.hosts, records, probes), wanted, said)
+        plan = _planned(wanted, fleet, records, before)
         options.approve(plan)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
         for note in _check(wanted, fleet, plan, records):
             report(Event("note", note))
-        # What is left on hosts that an earlier topology had must not be forgotten.
-        known = replace(wanted.known, hosts={**fleet.addresses, **wanted.known.hosts})
-        _remember(known, report)  # first: `down` finds what a killed `up` has begun
-        try:
-            register(fleet, known)
-        except PdctlError:
-            if not records:
-                state.forget(name)
-            raise
+        known = _made_known(wanted, fleet, records, report)
         launch = Launch(fleet, plan, values, report)
         succeeded = False
         try:
@@ -141,9 +124,7 @@ def bring_up(
             succeeded = True
             leave(fleet, known, needed)
         except PdctlError as e:
-            if isinstance(e, ServiceFailed):
-                for line in e.log_tail:
-                    report(Event("log", line, e.service, e.host))
+            show_log(e, report)
             _save_evidence(fleet, wanted.path, e, report)
             raise
         finally:
@@ -152,8 +133,7 @@ def bring_up(
             elif not succeeded:
                 launch.undo()
                 if before is not None:
-                    register(fleet, before)
-                    state.remember(before)
+                    _known_again(before, fleet)
     return UpResult(
         name=name,
         endpoint=next(s.service.url for s in plan.steps if s.service.role == "router"),
@@ -195,6 +175,24 @@ def wanted_of(t: topology.Topology, path: Path, known: state.KnownDeployment) ->
     model = models.resolve(t.model, folder) if here else None
     places = models.host_places(t.model, folder)
     return Wanted(t, path, model, places, known)
+
+
+def _planned(
+    wanted: Wanted,
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    before: state.KnownDeployment | None,
+) -> Plan:
+    name, ask = wanted.topology.name, {"models": wanted.places}
+    probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
+    answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
+    said = latest_said((answer for _, answer in answers), name)
+    if before is not None and said is not None and said.at != before.at:
+        raise PdctlError(
+            f"{name} was changed meanwhile from {said.machine.partition(':')[0]}",
+            hint="look with `pdctl status`, and try again",
+        )
+    return _with_scale(_plan(wanted, fleet.hosts, records, probes), wanted, said)
 
 
 def _with_scale(plan: Plan, wanted: Wanted, said: state.KnownDeployment | None) -> Plan:
@@ -280,6 +278,28 @@ def _save_evidence(fleet: Fleet, path: Path, error: PdctlError, report: Report) 
         )
     except PdctlError as e:
         report(Event("note", f"cannot save what is known of the failure: {e}"))
+
+
+def _made_known(
+    wanted: Wanted, fleet: Fleet, records: Sequence[ServiceRecord], report: Report
+) -> state.KnownDeployment:
+    """Here and on every host, before anything starts."""
+    # What is left on hosts that an earlier topology had must not be forgotten.
+    known = replace(wanted.known, hosts={**fleet.addresses, **wanted.known.hosts})
+    _remember(known, report)  # first: `down` finds what a killed `up` has begun
+    try:
+        register(fleet, known)
+    except PdctlError:
+        if not records:
+            state.forget(known.name)
+        raise
+    return known
+
+
+def _known_again(before: state.KnownDeployment, fleet: Fleet) -> None:
+    with contextlib.suppress(PdctlError):  # a host is lost: the failure that led here says more
+        register(fleet, before)
+    state.remember(before)
 
 
 def _remember(known: state.KnownDeployment, report: Report) -> None:

@@ -69,6 +69,7 @@ def test_it_stops_at_the_first_that_does_not_come_back(home: Home, demo: Demo) -
     with pytest.raises(ServiceFailed, match="decode-0 on local: exited with code 1"):
         restart("decode-0", "decode-1", rolling=True, report=told)
     assert "stopped at decode-0: renewed before: none; not touched: decode-1" in told.notes()
+    assert "JSONDecodeError" in "".join(e.text for e in told.events if e.kind == "log")
     assert pids()["decode-1"] == before["decode-1"] and states(home)["decode-1"] == "ready"
 
 
