@@ -21,13 +21,14 @@ from runtime.protocol import Hello, HelloData, PeerReply, Pong, RdmaEnd, Welcome
 from runtime.transfer.base import PathKind, Receiver, ReceiverEvents, Sender
 from runtime.transfer.identity import ProcessIdentity
 from runtime.transfer.rdma import RdmaOffer, RdmaReceiver, RdmaSender
-from runtime.transfer.rdma_adapter import Rdma
+from runtime.transfer.rdma_adapter import Rdma, RdmaAdapter
 from runtime.transfer.shm import ShmReceiver, ShmSender
 from runtime.transfer.tcp import TcpReceiver, detach
 
 _log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
+UNREACHABLE_S = 30.0
 _BEST_FIRST: tuple[PathKind, ...] = ("shm", "rdma", "tcp")
 
 Dial = Callable[
@@ -55,6 +56,8 @@ class SenderPaths:
         self._instance = instance
         self._transfer = transfer
         self._rdma = rdma
+        self._unreachable: dict[bytes, tuple[float, str]] = {}
+        """Addresses that could not be connected to: until when that is believed, and why."""
 
     async def open(self, hello: Hello) -> OpenedPath:
         """The best path that both sides allow; what one of them names is never replaced by another.
@@ -92,10 +95,23 @@ class SenderPaths:
             adapter = self._rdma.adapter
             if adapter is None:
                 raise TransferError(f"{self._instance}: {self._rdma.missing}")
-            # In a thread: an address that does not answer is waited for.
-            sender = await asyncio.to_thread(RdmaSender, adapter, hello.rdma, hello.segment_bytes)
+            sender = await self._rdma_sender(adapter, hello.rdma, hello.segment_bytes)
             return OpenedPath(path, sender, rdma=sender.end)
         return OpenedPath(path, None)
+
+    async def _rdma_sender(self, adapter: RdmaAdapter, peer: RdmaEnd, nbytes: int) -> RdmaSender:
+        now = asyncio.get_running_loop().time()
+        until, why = self._unreachable.get(peer.gid, (0.0, ""))
+        if now < until:
+            raise TransferError(why)
+        try:
+            # In a thread: an address that does not answer is waited for.
+            return await asyncio.to_thread(RdmaSender, adapter, peer, nbytes)
+        except TransferError as e:
+            # And not again for each time that a decode instance dials: a binding that keeps the
+            # interpreter's lock while it waits would stop the engine.
+            self._unreachable[peer.gid] = (now + UNREACHABLE_S, str(e))
+            raise
 
 
 class ReceiverPaths:

@@ -15,4 +15,4 @@ fi
 export PATH=$(dirname "$(realpath -s "$python")"):$PATH
 [ -z "$bench" ] || exec "$here/run.sh" -m 2G "$python" tests/bench/rdma.py
 [ $# -gt 0 ] || set -- tests/contract tests/transfer tests/rdma_vm
-exec "$here/run.sh" -m 3G -t 1500 "$python" -m pytest -m rdma -p no:cacheprovider "$@"
+exec "$here/run.sh" -m 3G -t 1500 "$python" -m pytest -m rdma -p no:cacheprovider -o timeout=300 "$@"

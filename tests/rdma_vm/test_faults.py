@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +143,25 @@ def test_an_address_that_cannot_be_reached(rig: Rig) -> None:
     offer.close()
     with pytest.raises(TransferError, match="rxa port 1"):
         RdmaSender(sender_adapter, far, rig.buffer.nbytes)
+
+
+def test_nothing_is_left_of_sessions_that_ended(rig: Rig) -> None:
+    assert isinstance(rig.sender, RdmaSender)
+    adapter = rig.sender._adapter
+
+    def held() -> tuple[int, str]:
+        shown = subprocess.run(["rdma", "resource", "show", "rxa"], capture_output=True, text=True)
+        return len(os.listdir("/proc/self/fd")), shown.stdout
+
+    before = held()
+    for _ in range(20):
+        offer = RdmaOffer(adapter)
+        receiver = RdmaReceiver(offer, rig.sender._peer, SIZE, rig._events())
+        RdmaSender(adapter, offer.end, rig.buffer.nbytes).close()
+        receiver.close()
+        offer.close()
+        assert receiver.writer_gone()
+    assert held() == before and "qp" in before[1]
 
 
 def test_ends_of_two_kinds_do_not_meet(rig: Rig) -> None:

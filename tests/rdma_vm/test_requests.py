@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def test_a_wire_that_is_cut_in_the_middle_is_a_named_error_and_then_heals(tmp_pa
         await decode.linked("prefill-0")
         answer = await decode.ask(prompt)
         assert not isinstance(answer.last, Failed)
+
+    _run(tmp_path, scenario)
+
+
+def test_a_stopped_writer_is_fenced_without_its_help(tmp_path: Path) -> None:
+    """Unlike over shm: the queue pair is decode's, so its blocks are free while prefill sleeps."""
+
+    async def scenario(cores: Cores) -> None:
+        prefill_config, decode_config = _instances(cores, "fake", transfer="rdma")
+        paused = {"FAKE_PAUSED": "prefill_after_first"}
+        prefill = await cores.start(prefill_config, fake=True, env=paused)
+        decode = await cores.start(decode_config, fake=True)
+        await decode.linked("prefill-0")
+        id_ = decode.send(tuple(range(100)))
+        await decode.ledger(lambda ledger: ledger.reservations > 0)
+        prefill.process.send_signal(signal.SIGSTOP)
+        try:
+            answer = await decode.wait(id_, timeout=30.0)
+            assert isinstance(answer.last, Failed) and "silent for" in answer.last.message
+            await decode.idle()
+        finally:
+            prefill.process.send_signal(signal.SIGCONT)
+        await decode.until(lambda: decode.peers["prefill-0"].path == "rdma")
+        await prefill.idle(timeout=30.0)
 
     _run(tmp_path, scenario)
 
