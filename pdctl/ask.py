@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 from pdctl.errors import PdctlError
 
 CONNECT_TIMEOUT_S = 5.0
+API_KEY_ENV = "PDCTL_API_KEY"
 
 
 @dataclass(slots=True)
@@ -64,16 +66,20 @@ def ask(
             "POST",
             "/v1/chat/completions",
             json.dumps(body),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **_key()},
         )
         response = connection.getresponse()
         if response.status != 200:
-            raise PdctlError(f"{endpoint}: {_error_text(response.status, response.read())}")
+            raise _refused(endpoint, response.status, response.read())
         answer.router_ms = parse_server_timing(response.headers.get("Server-Timing", ""))
         for event in _events(response):
             _apply(event, answer, start, on_text)
+    except BrokenPipeError:
+        raise  # of `on_text`: nobody reads the answer any more
     except (OSError, http.client.HTTPException) as e:
         raise PdctlError(f"{endpoint}: the answer broke off: {e or type(e).__name__}") from e
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise PdctlError(f"{endpoint}: what it sends is not a stream of chat chunks") from e
     finally:
         connection.close()
     if answer.finish is None:
@@ -86,11 +92,11 @@ def first_model(endpoint: str) -> str:
     """The name of the model the endpoint serves. Raises PdctlError when it cannot be asked."""
     connection = _connect(endpoint, CONNECT_TIMEOUT_S)
     try:
-        connection.request("GET", "/v1/models")
+        connection.request("GET", "/v1/models", headers=_key())
         response = connection.getresponse()
         payload = response.read()
         if response.status != 200:
-            raise PdctlError(f"{endpoint}: {_error_text(response.status, payload)}")
+            raise _refused(endpoint, response.status, payload)
         return str(json.loads(payload)["data"][0]["id"])
     except (OSError, http.client.HTTPException) as e:
         raise PdctlError(f"{endpoint}: {e}", hint="is it running? see `pdctl status`") from e
@@ -198,8 +204,15 @@ def _apply(
         answer.finish = choice.get("finish_reason") or answer.finish
 
 
-def _error_text(status: int, payload: bytes) -> str:
+def _key() -> dict[str, str]:
+    key = os.environ.get(API_KEY_ENV)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _refused(endpoint: str, status: int, payload: bytes) -> PdctlError:
+    hint = f"put a key into ${API_KEY_ENV}" if status == 401 else ""
     try:
-        return f"HTTP {status}: {json.loads(payload)['error']['message']}"
+        text = f"HTTP {status}: {json.loads(payload)['error']['message']}"
     except (ValueError, LookupError, TypeError):
-        return f"HTTP {status}"
+        text = f"HTTP {status}"
+    return PdctlError(f"{endpoint}: {text}", hint=hint)

@@ -6,6 +6,7 @@ Heavy modules are imported by the command that needs them, so that `pdctl --help
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sys
 from dataclasses import asdict
@@ -221,6 +222,10 @@ def main() -> None:
         mute_stdout()
         sys.exit(EXIT_FAILED)
     except Exception as e:
+        if isinstance(e, OSError) and e.errno == errno.ENOSPC:
+            print("error: the output cannot be written: no space left", file=sys.stderr)
+            mute_stdout()
+            sys.exit(EXIT_FAILED)
         # The one boundary for our own bugs: nothing of a traceback on the screen, all in a file.
         where = save_traceback()
         print(f"error: this is a bug in pdctl: {type(e).__name__}: {e}", file=sys.stderr)

@@ -127,5 +127,5 @@ def save_traceback() -> str:
 
 
 def mute_stdout() -> None:
-    """The reader is gone; Python's flush at exit would complain a second time."""
+    """The reader is gone, or the disk full; Python's flush at exit would complain a second time."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

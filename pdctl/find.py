@@ -21,6 +21,7 @@ from pdctl.fleet import Fleet, look, machines, on_all, opened
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
 from pdctl.scaling import scaled, to_record
+from pdctl.shim.files import NAME
 from pdctl.state import KnownDeployment
 
 HERE = ("local", "localhost")
@@ -217,6 +218,8 @@ def this_machine() -> str:
 
 def _start(name: str | None, where: Where) -> KnownDeployment:
     """What is known before any host was asked. The name is empty when only they can tell."""
+    if name is not None and not NAME.match(name):
+        raise UsageError(f"{name!r} is not the name of a deployment")
     given: dict[str, str | None] = {h: None if h in HERE else h for h in where.hosts}
     if where.file is not None:
         known = known_of(topology.load(where.file).topology, where.file)

@@ -90,6 +90,8 @@ def _last(found: Found, query: LogQuery) -> Iterator[LogLine]:
         for service, lines in by_service.items()
     }
     known = {service for service, _ in logs}
+    if query.services:  # only those were looked for, and one that runs may have no log yet
+        known |= {r.name for r in found.records}
     _check(found.name, query.services, sorted(known))
     order = query.services or sorted(known)
     for service, host in sorted(logs, key=lambda key: (order.index(key[0]), key[1])):

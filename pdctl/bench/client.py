@@ -16,12 +16,12 @@ from typing import Any
 
 import aiohttp
 
+from pdctl.ask import API_KEY_ENV
 from pdctl.bench.dataset import Prompt
 from pdctl.bench.outcome import Failure, Outcome, Served
 from pdctl.bench.sse import Event, Parser
 from pdctl.errors import PdctlError, UsageError
 
-API_KEY_ENV = "PDCTL_API_KEY"
 _CONNECT_S = 10.0
 _PROBE_S = 20.0
 _MESSAGE_CHARS = 300

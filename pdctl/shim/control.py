@@ -289,8 +289,9 @@ def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
     for s in services:
         if s.kin(marks):
             raise Refused("stop", f"{s.name}: still has processes {sorted(s.kin(marks))}")
-    with contextlib.suppress(OSError):  # a full disk must not keep what is to be removed
-        _keep_last(base, deployment, services, forget=everything and bool(services))
+    if services:
+        with contextlib.suppress(OSError):  # a full disk must not keep what is to be removed
+            _keep_last(base, deployment, services, forget=everything)
     for s in services:
         if os.path.isdir(s.dir):
             shutil.rmtree(s.dir)

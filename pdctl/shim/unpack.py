@@ -15,7 +15,7 @@ import tempfile
 def unpack(folder: str, files: dict[str, str]) -> None:
     """Private; parents are made, 0700. There already, also meanwhile: nothing is done."""
     parent = os.path.dirname(folder)
-    os.makedirs(parent, 0o700, exist_ok=True)
+    _private_parents(parent)
     new = tempfile.mkdtemp(prefix=".new-", dir=parent)
     try:
         for name, text in files.items():
@@ -29,6 +29,13 @@ def unpack(folder: str, files: dict[str, str]) -> None:
             raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _private_parents(path: str) -> None:
+    """`os.makedirs` gives its mode to the last directory only."""
+    if not os.path.isdir(path):
+        _private_parents(os.path.dirname(path))
+        os.makedirs(path, 0o700, exist_ok=True)
 
 
 if __name__ == "__main__":

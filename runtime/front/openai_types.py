@@ -209,7 +209,7 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _few_choices(self) -> CompletionBody:
         if len(self.prompt) * self.n > MAX_CHOICES:
-            raise ValueError(f"prompts times n is over the limit of {MAX_CHOICES}")
+            raise ValueError(f"prompt times n is over the limit of {MAX_CHOICES} choices")
         return self
 
     @property
@@ -232,7 +232,7 @@ class TokenizeBody(_Body):
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("prompt or messages is required, and not both")
         return self
 
 

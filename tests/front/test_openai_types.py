@@ -239,5 +239,12 @@ def test_what_is_no_json_object(raw: bytes) -> None:
 def test_tokenize_takes_one_of_both() -> None:
     assert parse_body(b'{"prompt": "x"}', TokenizeBody).prompt == "x"
     for raw in (b"{}", b'{"prompt": "x", "messages": [{"role":"user","content":"x"}]}'):
-        with pytest.raises(RequestError, match="either prompt or messages"):
+        with pytest.raises(RequestError, match="prompt or messages is required") as failure:
             parse_body(raw, TokenizeBody)
+        assert failure.value.param == "prompt"
+
+
+def test_too_many_choices_name_the_prompt() -> None:
+    with pytest.raises(RequestError, match="over the limit of 128") as failure:
+        completion(prompt=["a"] * 65, n=2)
+    assert failure.value.param == "prompt"

@@ -196,6 +196,21 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert result.stderr == ""
 
 
+def test_a_full_disk_behind_stdout_is_no_bug() -> None:
+    command = f"{sys.executable} -m pdctl validate {TOPOLOGIES / 'reference.yaml'} > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1
+    assert result.stderr == "error: the output cannot be written: no space left\n"
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc", ""])
+def test_a_name_that_is_none_is_a_mistake(name: str) -> None:
+    for command in ("status", "down"):
+        result = pdctl(command, name)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "is not the name of a deployment" in result.stderr
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_are_there(shell: str) -> None:
     result = pdctl(

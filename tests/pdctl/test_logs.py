@@ -223,3 +223,11 @@ def test_json_lines_on_the_command_line(lab: Lab) -> None:
             "line": "hello",
         }
     ]
+
+
+def test_an_unknown_service_is_told_which_there_are(lab: Lab) -> None:
+    lab.start(lab.spec("print('hello')"))
+    for follow in (False, True):
+        with pytest.raises(UsageError, match="demo has no service b") as failure:
+            next(ops.logs("demo", ops.LogQuery(("b",)), follow=follow, where=HERE))
+        assert failure.value.hint == "its services: a"

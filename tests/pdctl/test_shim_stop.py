@@ -231,3 +231,4 @@ def test_purge_keeps_the_last_logs_and_refuses_the_living(lab: Lab) -> None:
 def test_stop_and_purge_of_nothing_are_fine(lab: Lab) -> None:
     assert lab.stop() == {}
     lab.call("purge", {"deployment": "demo"})
+    assert not (lab.home.base / ".last").exists()

@@ -1,0 +1,80 @@
+"""`pdctl ask` against an endpoint that says what the test wants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
+
+import pytest
+
+from pdctl.ask import API_KEY_ENV, Answer, ask, first_model
+from pdctl.errors import PdctlError
+
+PIECE = b'data: {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]}\n\n'
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    key: ClassVar[str] = ""
+    stream: ClassVar[bytes] = b""
+
+    def do_GET(self) -> None:
+        self._answer(b'{"data": [{"id": "toy"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(self.stream)
+
+    def _answer(self, body: bytes) -> None:
+        known = not self.key or self.headers.get("Authorization") == f"Bearer {self.key}"
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        self.wfile.write(body if known else b'{"error": {"message": "a key is needed"}}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.delenv(API_KEY_ENV, raising=False)
+    monkeypatch.setattr(Endpoint, "stream", PIECE)
+    with HTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def question(url: str) -> Answer:
+    return ask(url, "?", model="toy", max_tokens=1, timeout_s=10, on_text=lambda _: None)
+
+
+def test_the_key_comes_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Endpoint, "key", "k1")
+    for refused in (first_model, question):
+        with pytest.raises(PdctlError, match="401: a key is needed") as failure:
+            refused(url)
+        assert API_KEY_ENV in failure.value.hint
+    monkeypatch.setenv(API_KEY_ENV, "k1")
+    assert first_model(url) == "toy"
+    assert question(url).text == "hi"
+
+
+def test_a_reader_that_leaves_is_not_the_endpoints_fault(url: str) -> None:
+    def gone(_: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        ask(url, "?", model="toy", max_tokens=1, timeout_s=10, on_text=gone)
+
+
+@pytest.mark.parametrize("stream", [b"data: {\n\n", b"data: 5\n\n", b'data: {"choices": [{}]}\n\n'])
+def test_what_is_no_chat_stream_is_said(
+    url: str, monkeypatch: pytest.MonkeyPatch, stream: bytes
+) -> None:
+    monkeypatch.setattr(Endpoint, "stream", stream)
+    with pytest.raises(PdctlError, match="not a stream of chat chunks"):
+        question(url)
