@@ -1,6 +1,21 @@
 """`python -m pdctl` is the same as `pdctl`."""
 
-from pdctl.cli import main
+from __future__ import annotations
+
+import sys
+
+from pdctl.errors import EXIT_INTERRUPTED
+
+
+def main() -> None:
+    """Entry point: an interrupt while the modules load ends like one that comes later."""
+    try:
+        from pdctl.cli import main as run
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    run()
+
 
 if __name__ == "__main__":
     main()

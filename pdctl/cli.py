@@ -202,7 +202,7 @@ app.add_typer(model_app, name="model", no_args_is_help=True)
 
 
 def main() -> None:
-    """Entry point: runs a command and turns what it raises into a message and an exit code."""
+    """Runs a command and turns what it raises into a message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         # A log line or an answer that the terminal's encoding lacks must not end the command.
         with contextlib.suppress(AttributeError):

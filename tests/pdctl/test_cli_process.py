@@ -190,6 +190,22 @@ def test_ctrl_c_during_up_is_130_and_leaves_nothing(site: Site) -> None:
     assert site.home.processes() == []
 
 
+def test_ctrl_c_while_the_modules_load_is_130() -> None:
+    code = (
+        "import sys\n"
+        "from pdctl.__main__ import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'pdctl.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
+    )
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
 def test_a_reader_that_leaves_is_no_traceback() -> None:
     command = f"{sys.executable} -m pdctl validate {TOPOLOGIES / 'reference.yaml'} | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
