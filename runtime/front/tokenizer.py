@@ -81,7 +81,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special` adds what the model wants around a plain prompt (a BOS token, for some)."""
-        ids = self._backend.encode(text, add_special_tokens=special).ids
+        # `encode` would hold the GIL: a long prompt would stop every stream of this process.
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         if special and self._add_bos and ids[:1] != [self._bos_id]:
             assert self._bos_id is not None
             ids = [self._bos_id, *ids]

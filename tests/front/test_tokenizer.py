@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,26 @@ def test_default_model_special_tokens(model: Tokenizer) -> None:
 def test_folder_round_trips(byte_model: Path, text: str) -> None:
     tokenizer = load_tokenizer(byte_model)
     assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(byte_model: Path) -> None:
+    tokenizer = load_tokenizer(byte_model)
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        before = ticks
+        tokenizer.encode("word " * 100_000)
+        assert ticks - before >= 10
+    finally:
+        done.set()
+        ticker.join()
 
 
 def test_folder_special_and_added_tokens(byte_model: Path) -> None:
