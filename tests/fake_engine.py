@@ -216,6 +216,7 @@ class FakeEngine:
 
     def _on_adopt(self, request: _Request) -> None:
         self._adopting -= 1
+        assert request.request.id not in self._requests, "as the real engine does"
         self._requests[request.request.id] = request
         self._count()
 

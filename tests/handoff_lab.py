@@ -93,8 +93,9 @@ class Instance:
         max_tokens: int = 4,
         deadline_s: float = 30.0,
         prefill: str | None = None,
+        id_: RequestId | None = None,
     ) -> RequestId:
-        id_ = RequestId(secrets.token_hex(6))
+        id_ = id_ or RequestId(secrets.token_hex(6))
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self.role.generate(
             Generate(id=id_, prompt=prompt, params=params, prefill=prefill, deadline_s=deadline_s)
@@ -199,6 +200,11 @@ class Pair:
         for outgoing in prefill._sessions.values():
             assert not outgoing.outgoing
         assert not decode.reservations._lost and not decode.reservations._queue
+
+    def swap_out(self, id_: RequestId) -> None:
+        """Have decode's engine make room by this request, if it is still there."""
+        if request := self.handoff._requests.get(id_):
+            self.decode.engine.swap_out(request.engine_id)
 
     def cut(self) -> None:
         """Break the control connection, as a network would: prefill lives on."""

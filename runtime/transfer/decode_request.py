@@ -10,7 +10,15 @@ from runtime.errors import Leg
 from runtime.kv.buffer import Reservation
 from runtime.kv.swap import Copy
 from runtime.link import Link
-from runtime.protocol import FirstToken, Generate, KvReady, PeerReply, Served, Welcome
+from runtime.protocol import (
+    FirstToken,
+    Generate,
+    KvReady,
+    PeerReply,
+    RequestId,
+    Served,
+    Welcome,
+)
 from runtime.transfer.base import Receiver
 from runtime.transfer.reservations import Waiter, Writer
 
@@ -74,6 +82,9 @@ class DecodeRequest:
     """
 
     message: Generate
+    engine_id: RequestId
+    """Of this attempt alone: the router may try an id again while a lost writer still keeps the
+    device blocks of the attempt before."""
     session: DecodeSession
     num_blocks: int
     arrived: float
@@ -102,7 +113,7 @@ class DecodeRequest:
     @property
     def for_engine(self) -> EngineRequest:
         message = self.message
-        return EngineRequest(message.id, message.prompt, message.params, "decode")
+        return EngineRequest(self.engine_id, message.prompt, message.params, "decode")
 
     @property
     def have_blocks(self) -> int:

@@ -10,6 +10,7 @@ nothing here waits.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -82,6 +83,9 @@ class DecodeHandoff:
             engine, self.reservations, lanes.swap_out, self.accounts, self._release_engine
         )
         self._requests: dict[RequestId, DecodeRequest] = {}
+        self._in_engine: dict[RequestId, DecodeRequest] = {}
+        """The same ones, by the id that the engine knows them by."""
+        self._attempts = itertools.count(1)
         self._closing: set[DecodeRequest] = set()
         """Over for the front, with a copy that still runs or a writer that still may write."""
         self._pledges = Pledges(engine, direct=buffer.pool_blocks > 0)
@@ -101,8 +105,10 @@ class DecodeHandoff:
             self._send_failed(refusal(message, e, self._config.name))
             return
         loop, now = self._loop, self._loop.time()
-        request = DecodeRequest(message, session, blocks, now, now + message.deadline_s)
-        self._requests[message.id] = request
+        engine_id = RequestId(f"{message.id}.{next(self._attempts)}")
+        deadline = now + message.deadline_s
+        request = DecodeRequest(message, engine_id, session, blocks, now, deadline)
+        self._requests[message.id] = self._in_engine[engine_id] = request
         request.deadline_timer = loop.call_at(request.deadline, self._expire, request)
         reserve_by = now + self._config.reserve_timeout_s
         request.reserve_timer = loop.call_at(reserve_by, self._no_room, request)
@@ -280,7 +286,7 @@ class DecodeHandoff:
             return
         assert request.first is not None
         request.resumed_at = self._loop.time()
-        self._engine.resume(request.message.id, request.first.token)
+        self._engine.resume(request.engine_id, request.first.token)
         request.session.receiver.revoke(request.nonce)
         del request.session.requests[request.nonce]
         self.accounts.resumed(request)
@@ -288,7 +294,7 @@ class DecodeHandoff:
     # ---- from the engine ------------------------------------------------------------------------
 
     def on_engine(self, event: EngineEvent) -> None:
-        request = self._requests.get(event.id)
+        request = self._in_engine.get(event.id)
         if request is None:
             return
         if isinstance(event, Adopted):
@@ -298,7 +304,7 @@ class DecodeHandoff:
             self._swap_outs.start(request, event)
         elif isinstance(event, Produced):
             if event.finish is None:
-                self._send(Tokens(id=event.id, tokens=event.tokens))
+                self._send(Tokens(id=request.message.id, tokens=event.tokens))
             else:
                 request.submitted = False
                 self._finish(request, event.tokens, event.finish)
@@ -349,7 +355,7 @@ class DecodeHandoff:
     def _close(self, request: DecodeRequest, *, cancel_peer: bool) -> None:
         """Give back all it holds; what a copy or the writer still uses goes when that ends."""
         request.over = True
-        del self._requests[request.message.id]
+        del self._requests[request.message.id], self._in_engine[request.engine_id]
         _cancel_timer(request.deadline_timer)
         _cancel_timer(request.reserve_timer)
         if request.waiter:
@@ -371,7 +377,7 @@ class DecodeHandoff:
         self._closing.discard(request)
         if request.submitted:
             request.submitted = False
-            self._engine.drop(request.message.id)
+            self._engine.drop(request.engine_id)
 
     def close(self) -> None:
         """The process ends: no timer fires and no event is sent after this."""

@@ -70,7 +70,7 @@ class SwapOuts:
         """All that was kept is in device blocks again."""
         self._accounts.swapped_back(self._loop.time() - request.away_since)
         request.away_since = 0.0
-        self._engine.swapped_in(request.message.id)
+        self._engine.swapped_in(request.engine_id)
 
     def _ended(
         self,
@@ -87,10 +87,10 @@ class SwapOuts:
             if request.over:
                 self._on_end(request)
             else:
-                self._engine.swapped_out(request.message.id, kept=False)
+                self._engine.swapped_out(request.engine_id, kept=False)
             return
         request.landing = Landing(reservation, None, landed=len(reservation.blocks))
         request.away_since = began
         nbytes = len(reservation.blocks) * self._buffer.block_bytes
         self._accounts.swapped_out(nbytes, self._loop.time() - began)
-        self._engine.swapped_out(request.message.id, kept=True)
+        self._engine.swapped_out(request.engine_id, kept=True)

@@ -79,6 +79,23 @@ def test_device_blocks_of_an_aborted_request_are_not_free_while_prefill_writes()
     drive("shm", scenario, device="cpu", kv_cache_bytes=20 * BLOCK_BYTES)
 
 
+def test_an_id_is_tried_again_while_a_writer_keeps_blocks_of_the_first_try() -> None:
+    """The router does so when prefill was lost: a lost writer keeps them for a while."""
+
+    async def scenario(both: Pair) -> None:
+        [session] = both.prefill.role._handoff._sessions.values()  # type: ignore[attr-defined]
+        with held(session.lane) as begun:
+            id_ = both.decode.ask(prompt(40))
+            await both.decode.until(begun.is_set)
+            both.decode.role.abort(id_)
+            both.decode.events.clear()
+            assert both.decode.ask(prompt(40), id_=id_) == id_
+            assert both.decode.ledger.quarantined_blocks == 10
+        await answered(both, id_, prompt(40))
+
+    drive("shm", scenario, device="cpu")
+
+
 def test_device_blocks_of_a_lost_session_are_quarantined_until_a_fence(kind: str) -> None:
     async def scenario(both: Pair) -> None:
         both.prefill.engine.pause("prefill_after_first")
@@ -140,7 +157,7 @@ def test_random_schedules_in_a_small_pool(kind: str, seed: int) -> None:
             await asyncio.sleep(rng.random() * 0.005)
             victim = rng.choice(list(asked))
             if rng.random() < 0.2:
-                both.decode.engine.swap_out(victim)
+                both.swap_out(victim)
             elif rng.random() < 0.3 and both.decode.last_of(victim) is None:
                 both.decode.role.abort(victim)
                 del asked[victim]

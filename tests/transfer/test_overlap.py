@@ -82,7 +82,7 @@ def test_others_decode_and_come_in_while_a_request_is_swapped_out() -> None:
         running = await decoding(both, prompt(8), max_tokens=10_000)
         leaving = await decoding(both, prompt(40, seed=1), max_tokens=10_000)
         with held(both.handoff._swap_outs._lane) as begun:
-            both.decode.engine.swap_out(leaving)
+            both.swap_out(leaving)
             await both.decode.until(begun.is_set)
             await tokens_go_on(both, running)
             coming = both.decode.ask(prompt(20, seed=2))

@@ -25,7 +25,7 @@ async def away(both: Pair, **ask: float) -> RequestId:
     """Swapped out, and the engine gives it no blocks to come back to."""
     id_ = await decoding(both, **ask)
     both.decode.engine.pause("decode", "adopt")
-    both.decode.engine.swap_out(id_)
+    both.swap_out(id_)
     await both.decode.until(lambda: both.handoff._requests[id_].away_since)
     return id_
 
@@ -55,7 +55,7 @@ def test_without_room_it_is_computed_again() -> None:
         id_ = await decoding(both)
         both.prefill.engine.pause("prefill")
         other = both.decode.ask(prompt(40, seed=1))  # 10 of 16 blocks of the buffer
-        both.decode.engine.swap_out(id_)
+        both.swap_out(id_)
         counters = both.decode.role.counters()
         await both.decode.until(lambda: counters["swap_outs_without_room"])
         await answers(both, id_)
@@ -72,7 +72,7 @@ def test_it_takes_no_blocks_that_a_request_waits_for() -> None:
         both.prefill.engine.pause("prefill")
         first = both.decode.ask(prompt(40, seed=1))
         large = both.decode.ask(prompt(40, seed=2))  # waits: 6 blocks are free
-        both.decode.engine.swap_out(id_)
+        both.swap_out(id_)
         counters = both.decode.role.counters()
         await both.decode.until(lambda: counters["swap_outs_without_room"])
         both.decode.role.abort(first)
@@ -142,7 +142,7 @@ def test_abort_while_it_is_copied_frees_the_blocks_when_the_copy_has_ended() -> 
             asyncio.run_coroutine_threadsafe(_call(now), loop).result(5)
 
         swap_copies(both, abort)
-        both.decode.engine.swap_out(id_)
+        both.swap_out(id_)
         await both.decode.answer(id_)
         both.decode.engine.pause()
         await both.idle()
@@ -162,7 +162,7 @@ def test_a_copy_that_fails_costs_no_request() -> None:
     async def scenario(both: Pair) -> None:
         id_ = await decoding(both)
         swap_copies(both, fail)
-        both.decode.engine.swap_out(id_)
+        both.swap_out(id_)
         await both.decode.until(lambda: not both.decode.ledger.copies)
         await answers(both, id_)
         assert not both.decode.role.counters()["swap_outs"]
@@ -181,7 +181,7 @@ def test_random_swaps_beside_hand_overs(seed: int) -> None:
             asked[id_] = (tokens, both.handoff._requests[id_].message.params.max_tokens)
             await asyncio.sleep(rng.random() * 0.01)
             for victim in rng.sample(list(asked), min(3, len(asked))):
-                both.decode.engine.swap_out(victim)
+                both.swap_out(victim)
             if rng.random() < 0.2:
                 gone = rng.choice(list(asked))
                 if both.decode.last_of(gone) is None:
