@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.routing import RouterClient, View, owed
+from pdctl.routing import RouterClient, owed
 from pdctl.services import ServiceSpec
 
 POLL_S = 0.1
+ROUTER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,22 @@ class Drain:
         return left
 
     def _left(self) -> dict[str, str]:
-        view: View = self.router.view() or {}
+        view = self.router.view()
+        if view is None:  # a busy router that says nothing has not said that there is nothing
+            return {s.name: "what the router knows, which does not answer" for s in self.leaving}
         found = {s.name: owed(s, view, self.running) for s in self.leaving}
         return {name: what for name, what in found.items() if what}
 
 
 def known_to(router: RouterClient, services: Iterable[ServiceSpec]) -> dict[str, str]:
-    """Incarnations of those that the router may send something to: only they can be drained."""
-    view = router.view() or {}
+    """Incarnations of those that the router may send something to: only they can be drained.
+
+    A router that does not answer for ROUTER_S sends nothing to anybody.
+    """
+    deadline = time.monotonic() + ROUTER_S
+    while (view := router.view()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    view = view or {}
     return {
         s.name: view[s.name].incarnation for s in services if s.name in view and view[s.name].lives
     }

@@ -108,7 +108,9 @@ def owed(service: ServiceSpec, view: View, running: Iterable[ServiceSpec]) -> st
         return _requests(routed.in_flight)
     if service.role == "prefill":
         for decode in (s for s in running if s.role == "decode"):
-            _, ledger = get_json(f"{decode.url}/ledger")
+            status, ledger = get_json(f"{decode.url}/ledger")
+            if status != 200 and decode.name in view and view[decode.name].lives:
+                return f"what {decode.name} has of it, which does not answer"
             peer = (ledger.get("peers") or {}).get(service.name) or {}
             if peer.get("requests"):
                 return f"{_requests(peer['requests'])} of {decode.name}"

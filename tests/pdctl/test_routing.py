@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from supervision import free_port
 
+from pdctl.draining import Drain, known_to
 from pdctl.errors import PdctlError
 from pdctl.routing import Routed, RouterClient, owed, unseen
 from pdctl.services import ServiceSpec
@@ -150,3 +151,27 @@ def test_what_a_prefill_instance_owes_is_known_at_decode_too(server: Server) -> 
     assert owed(prefill, view(), [decode]) == "2 requests"
     server.pages["/ledger"] = ledger()
     assert owed(prefill, view(), [decode]) == ""
+
+
+def test_a_decode_instance_that_does_not_answer_may_have_requests(server: Server) -> None:
+    prefill = spec("prefill-0", server.url)
+    decode = spec("decode-0", f"http://127.0.0.1:{free_port()}")
+    server.pages["/ledger"] = ledger()
+    assert "decode-0" in owed(prefill, view(), [decode])
+    assert owed(prefill, view(decode_0=routed("decode-0", "dead")), [decode]) == ""
+
+
+def test_a_router_that_does_not_answer_is_not_one_without_requests(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdctl.draining.ROUTER_S", 0.2)
+    router, prefill = RouterClient(server.url, "t"), spec("prefill-0", server.url)
+    assert known_to(router, [prefill]) == {}
+    left = Drain(router, [prefill], [prefill]).wait(0.2, lambda _: None)
+    assert "does not answer" in left["prefill-0"]
+    server.pages["/internal/instances"] = {
+        "instances": [{"name": "prefill-0", "role": "prefill", "state": "ready"}]
+    }
+    server.pages["/ledger"] = ledger()
+    assert known_to(router, [prefill]) == {"prefill-0": ""}
+    assert Drain(router, [prefill], [prefill]).wait(0.2, lambda _: None) == {}
