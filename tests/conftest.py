@@ -46,3 +46,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         report.outcome = "failed"
         report.longrepr = f"skipped, which nothing may be in the guest: {report.longrepr}"
     return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers (`-n 2`, as `make test` does) a file stays together, for its fixtures,
+    and so do all of e2e/, which share whole deployments."""
+    tests = Path(__file__).parent
+    for item in items:
+        e2e = item.path.is_relative_to(tests / "e2e")
+        item.add_marker(pytest.mark.xdist_group("e2e" if e2e else str(item.path)))
