@@ -29,6 +29,20 @@ def model_path() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _keep_together(items)
+    _skip_without_devices(items)
+
+
+def _keep_together(items: list[pytest.Item]) -> None:
+    """With several workers (`-n 2`, as `make test` does) a file stays in one, for its fixtures, and
+    so do all of e2e/, which share whole deployments."""
+    e2e = Path(__file__).parent / "e2e"
+    for item in items:
+        group = "e2e" if item.path.is_relative_to(e2e) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _skip_without_devices(items: list[pytest.Item]) -> None:
     """Tests of real verbs need the guest's devices; in the guest they must be there."""
     if has_devices():
         return
@@ -46,12 +60,3 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         report.outcome = "failed"
         report.longrepr = f"skipped, which nothing may be in the guest: {report.longrepr}"
     return report
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (`-n 2`, as `make test` does) a file stays together, for its fixtures,
-    and so do all of e2e/, which share whole deployments."""
-    tests = Path(__file__).parent
-    for item in items:
-        e2e = item.path.is_relative_to(tests / "e2e")
-        item.add_marker(pytest.mark.xdist_group("e2e" if e2e else str(item.path)))
