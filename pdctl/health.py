@@ -62,7 +62,8 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
     """Return when all are ready, each decode service with a path to each prefill service of these.
 
     `deadline` is on the monotonic clock.
-    Raises ServiceFailed for the first service that has ended, or that is not ready at the deadline.
+    Raises ServiceFailed for the first service that has ended, also one that was ready before, or
+    that is not ready at the deadline.
     """
     begun = time.monotonic()
     waiting = {s.name: s for s in services}
@@ -76,7 +77,7 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
             now = time.monotonic()
             # Also while a /ready hangs. At many hosts a look is dear: a quarter of the time for it.
             if now - looked >= _LOOK_SHARE * cost:
-                records = _living(waiting, watcher)
+                records = living(services, watcher)
                 looked, cost = time.monotonic(), time.monotonic() - now
             for name in [n for n, f in asked.items() if f.done()]:
                 answer = asked.pop(name).result()
@@ -110,17 +111,18 @@ def _late(service: ServiceSpec, reason: str, seconds: float, watcher: Watcher) -
     )
 
 
-def _living(waiting: Mapping[str, ServiceSpec], watcher: Watcher) -> Mapping[str, ServiceRecord]:
+def living(services: Sequence[ServiceSpec], watcher: Watcher) -> Mapping[str, ServiceRecord]:
+    """Their records. Raises ServiceFailed for the first that has ended, with its last lines."""
     records = watcher.observe()
-    for name, service in waiting.items():
-        record = records.get(name)
+    for service in services:
+        record = records.get(service.name)
         if record is None or record.ended:
             how = record.how_it_ended() if record else "its directory is gone"
             raise ServiceFailed(
-                f"{name} on {service.host}: {how}",
-                service=name,
+                f"{service.name} on {service.host}: {how}",
+                service=service.name,
                 host=service.host,
-                log_tail=watcher.tail(name),
+                log_tail=watcher.tail(service.name),
                 exit_status=record.exit.status if record and record.exit else None,
             )
     return records

@@ -17,7 +17,7 @@ from pdctl.draining import Drain, known_to
 from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, EventKind, Report
 from pdctl.fleet import Fleet, on_all
-from pdctl.health import POLL_S, Watcher, wait_ready
+from pdctl.health import POLL_S, SLOW_POLL_S, Watcher, living, wait_ready
 from pdctl.plan import Plan, Step, stop_order
 from pdctl.routing import RouterClient, unseen
 from pdctl.services import ServiceSpec
@@ -244,17 +244,21 @@ class Launch:
         begun = time.monotonic()
         services = self._in_order(self._expected.values())
         wait_ready(services, watcher, begun + seconds)
-        self._wait_routed(services, begun, seconds)
+        self._wait_routed(services, watcher, begun + seconds)
 
-    def _wait_routed(self, services: Sequence[ServiceSpec], begun: float, seconds: float) -> None:
+    def _wait_routed(
+        self, services: Sequence[ServiceSpec], watcher: Watcher, deadline: float
+    ) -> None:
         """A ready instance serves only once the router knows, and knows its links."""
         own = next((s for s in services if s.role == "router"), None)
         router = self._router() if own else None
         if own is None or router is None:
             return
+        begun = time.monotonic()
         while lacking := unseen(router.view(), services, self._former):
+            living(services, watcher)
             waited = time.monotonic() - begun
-            if waited >= seconds:
+            if time.monotonic() >= deadline:
                 raise ServiceFailed(
                     f"the router on {own.host} does not use all after {waited:.0f} s: "
                     f"it waits for {lacking}",
@@ -263,7 +267,7 @@ class Launch:
                     log_tail=self.fleet.tail(own.name, LOG_LINES),
                 )
             self.report(Event("wait", lacking, own.name, own.host, waited))
-            time.sleep(POLL_S)
+            time.sleep(SLOW_POLL_S if waited > 3.0 else POLL_S)
 
     def _in_order(self, services: Iterable[ServiceSpec]) -> list[ServiceSpec]:
         order = [step.service.name for step in self.plan.steps]

@@ -150,6 +150,17 @@ def test_a_death_ends_the_wait_at_once_also_while_ready_hangs(fake: Fake) -> Non
     assert failed.exit_status == 3 and failed.log_tail == ("last words of a",)
 
 
+def test_the_death_of_one_that_was_ready_ends_the_wait_for_the_others(fake: Fake) -> None:
+    told = Told()
+    records = {"a": ALIVE, "b": replace(ALIVE, name="b")}
+    watcher = replace(told.watcher(), observe=lambda: records)
+    slow = replace(fake.spec(), name="b", url=f"http://127.0.0.1:{free_port()}")
+    threading.Timer(0.3, lambda: records.update(a=DEAD)).start()
+    with pytest.raises(ServiceFailed, match="a on local: exited with code 3"):
+        wait_ready([fake.spec(), slow], watcher, soon(60))
+    assert told.ready == ["a"]
+
+
 def test_an_exit_that_answers_ready_is_still_a_failure(fake: Fake) -> None:
     """Another server on its port must not make a dead service look alive."""
     with pytest.raises(ServiceFailed, match="exited with code 3"):
