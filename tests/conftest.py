@@ -29,20 +29,6 @@ def model_path() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _keep_together(items)
-    _skip_without_devices(items)
-
-
-def _keep_together(items: list[pytest.Item]) -> None:
-    """With several workers (`-n 2`, as `make test` does) a file stays in one, for its fixtures, and
-    so do all of e2e/, which share whole deployments."""
-    e2e = Path(__file__).parent / "e2e"
-    for item in items:
-        group = "e2e" if item.path.is_relative_to(e2e) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _skip_without_devices(items: list[pytest.Item]) -> None:
     """Tests of real verbs need the guest's devices; in the guest they must be there."""
     if has_devices():
         return
