@@ -5,6 +5,7 @@ Runs by itself as `python -c SOURCE FOLDER`, the files as JSON on stdin.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -33,9 +34,14 @@ def unpack(folder: str, files: dict[str, str]) -> None:
 
 def _private_parents(path: str) -> None:
     """`os.makedirs` gives its mode to the last directory only."""
-    if not os.path.isdir(path):
-        _private_parents(os.path.dirname(path))
-        os.makedirs(path, 0o700, exist_ok=True)
+    if os.path.isdir(path):
+        return
+    _private_parents(os.path.dirname(path))
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):  # else another run made it meanwhile
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
 
 if __name__ == "__main__":
