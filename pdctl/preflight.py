@@ -14,7 +14,7 @@ from pdctl import __version__
 from pdctl.errors import PdctlError, UsageError
 from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
-from pdctl.shim.store import CODE
+from pdctl.shim.synced import CODE
 from pdctl.sizes import format_size
 from pdctl.topology import Host as HostEntry
 

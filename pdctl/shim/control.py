@@ -2,6 +2,8 @@
 
 Each may be killed at any moment: the next finds what was begun by the records, the service's lock
 and the marks.
+
+A start loads little, for a host may run very many: what few need is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import ports, systemd
+from . import ports
 from .deployment import forget_when_empty
 from .files import Refused, private_dir, write_json, write_private
-from .logs import last_lines
 from .procs import MARKER, Proc, marked, send
 from .service import OWN_FILES, Service, service_names
 
@@ -160,7 +161,9 @@ def _launch(service: Service, lock: int) -> None:
     shim = [sys.executable, "-I", "-S", sys.argv[0]]
     argv = [*shim, "supervise", service.dir, str(lock), str(report)]
     env = {**inherited(), MARKER: service.dir}
-    if systemd.wanted(service):
+    if service.in_systemd:
+        from . import systemd
+
         argv, env = systemd.scope_argv(service, argv), {**env, **systemd.environment()}
     try:
         supervisor = subprocess.Popen(
@@ -192,6 +195,8 @@ def _launch(service: Service, lock: int) -> None:
 
 def _last_words(service: Service) -> str:
     """Of a supervisor that did not answer, or of systemd-run in front of it."""
+    from .logs import last_lines
+
     said = last_lines(service.path("out.log"), os.path.getsize(service.path("out.log")), 1)
     return f"its supervisor did not answer{''.join(f': {line}' for line in said)}"
 
@@ -259,7 +264,9 @@ def _terminate(service: Service, marks: dict[str, list[Proc]], grace: float) -> 
 
 def _sweep(services: list[Service], deadline: float) -> dict[str, set[int]]:
     """KILL all that is verified to belong to the services, until there is nothing."""
-    for service in filter(systemd.wanted, services):
+    for service in (s for s in services if s.in_systemd):
+        from . import systemd
+
         systemd.end(service)
     killed: dict[str, set[int]] = {}
     while services:

@@ -6,8 +6,8 @@ import glob
 import os
 from typing import Any
 
-from . import ports, provision, systemd, versions
-from .store import model_cache
+from . import interpreters, ports
+from .synced import current, model_cache
 
 SHM = "/dev/shm"
 
@@ -25,11 +25,17 @@ def probe(base: str, request: dict[str, Any]) -> dict[str, Any]:
         "missing": [p for p in paths if not os.path.exists(p)],
         "unreadable": [p for p in paths if os.path.exists(p) and not os.access(p, os.R_OK)],
         "unwritable": unwritable(base),
-        "code": provision.current(base),
-        "versions": {p: versions.ask(p) for p in request.get("pythons", [])},
+        "code": current(base),
+        "versions": {p: interpreters.ask(p) for p in request.get("pythons", [])},
         "model": place,
-        "systemd": systemd.why_not() if request.get("systemd") else "",
+        "systemd": _why_no_systemd() if request.get("systemd") else "",
     }
+
+
+def _why_no_systemd() -> str:
+    from . import systemd  # few want it
+
+    return systemd.why_not()
 
 
 def model(places: list[str]) -> str:

@@ -21,8 +21,9 @@ from typing import Any
 
 from .files import private_dir, read_json
 from .service import Service, deployment_names, service_names
-from .store import CODE, free_bytes
-from .venvs import COMPLETE, LOG, Work
+from .store import free_bytes
+from .synced import CODE, COMPLETE, current, is_complete, link
+from .venvs import LOG, Work
 
 ID = re.compile(r"[0-9a-f]{16}\Z")
 NEWEST, OLDEST = 15, 11
@@ -37,15 +38,6 @@ _DESCRIBE = (
 # ---- what there is -------------------------------------------------------------------------------
 
 
-def current(base: str) -> dict[str, str] | None:
-    """What new services use: its id and interpreter; None when nothing was synced."""
-    root = os.path.join(base, CODE)
-    name = _link(root, "current")
-    if not name or not _complete(os.path.join(root, name)):
-        return None
-    return {"id": name, "python": os.path.join(root, name, "venv", "bin", "python")}
-
-
 def look(base: str, request: dict[str, Any]) -> dict[str, Any]:
     """What an install has to know. With `log`: only the last line of the one that runs."""
     root = os.path.join(base, CODE)
@@ -55,8 +47,10 @@ def look(base: str, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "pythons": _pythons(),
         "current": known["id"] if known else "",
-        "complete": [n for n in _names(root) if _complete(os.path.join(root, n))],
-        "environments": [n for n in _names(root, "env") if _complete(os.path.join(root, "env", n))],
+        "complete": [n for n in _names(root) if is_complete(os.path.join(root, n))],
+        "environments": [
+            n for n in _names(root, "env") if is_complete(os.path.join(root, "env", n))
+        ],
         "free": free_bytes(base),
     }
 
@@ -93,17 +87,6 @@ def _names(*parts: str) -> list[str]:
         return []
 
 
-def _complete(path: str) -> bool:
-    return os.path.exists(os.path.join(path, COMPLETE))
-
-
-def _link(root: str, name: str) -> str:
-    try:
-        return os.readlink(os.path.join(root, name))
-    except OSError:
-        return ""
-
-
 def _last_line(path: str) -> str:
     try:
         with open(path, "rb") as f:
@@ -129,8 +112,8 @@ def install(base: str, request: dict[str, Any]) -> dict[str, Any]:
     environment = os.path.join(root, "env", request["environment"])
     target = os.path.join(root, request["id"])
     work = Work(root, request)
-    if not _complete(target):
-        if not _complete(environment):
+    if not is_complete(target):
+        if not is_complete(environment):
             work.environment(environment)
         work.code(target, environment)
     _switch(root, request["id"])
@@ -140,7 +123,7 @@ def install(base: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _switch(root: str, name: str) -> None:
     """Atomically; the one that was current stays as `previous`."""
-    before = _link(root, "current")
+    before = link(root, "current")
     if before == name:
         return
     if before:
@@ -162,7 +145,7 @@ def _point(root: str, link: str, name: str) -> None:
 def prune(base: str) -> list[str]:
     """Remove all but the current one, the previous one, and what a recorded service runs from."""
     root = os.path.join(base, CODE)
-    keep = {_link(root, "current"), _link(root, "previous"), *_in_use(base, root)}
+    keep = {link(root, "current"), link(root, "previous"), *_in_use(base, root)}
     gone = [name for name in _names(root) if name not in keep]
     for name in gone:
         _remove(os.path.join(root, name))

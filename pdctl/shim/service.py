@@ -48,6 +48,11 @@ class Service:
     def path(self, name: str) -> str:
         return os.path.join(self.dir, name)
 
+    @property
+    def in_systemd(self) -> bool:
+        """Its supervisor is in a scope of the user's systemd: see `systemd`."""
+        return self.spec.get("supervisor") == "systemd"
+
     def held(self) -> bool:
         """Whether a supervisor, or a start under way, holds the directory's lock."""
         try:

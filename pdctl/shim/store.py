@@ -13,15 +13,9 @@ import os
 from typing import Any
 
 from .files import Refused, read_json
+from .synced import CODE, model_cache
 
-CODE = ".code"
 CHUNK = 1 << 20
-
-
-def model_cache() -> str:
-    """As on the machine of pdctl: `$XDG_CACHE_HOME/pdctl/models`, else below ~/.cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(cache, "pdctl", "models")
 
 
 def expanded(base: str, path: str) -> str:

@@ -21,10 +21,6 @@ STOP_S = 3
 LINGER = "/var/lib/systemd/linger"
 
 
-def wanted(service: Service) -> bool:
-    return service.spec.get("supervisor") == "systemd"
-
-
 def unit(service: Service) -> str:
     """Of this directory: the same deployment in another home is another unit."""
     digest = hashlib.sha256(service.dir.encode()).hexdigest()[:8]

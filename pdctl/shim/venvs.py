@@ -15,10 +15,10 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
-from . import versions
+from . import interpreters
 from .files import Refused, private_dir, write_json
+from .synced import COMPLETE
 
-COMPLETE = "complete.json"
 LOG = "install.log"
 LOCK = "requirements.txt"
 INSTALL_TIMEOUT_S = 3600.0
@@ -109,7 +109,7 @@ class Work:
 
     def _verify(self, python: str) -> dict[str, Any]:
         """What was installed is what was sent."""
-        found = versions.ask(python)
+        found = interpreters.ask(python)
         if found.get("error") or found.get("code") != self.request["code"]:
             why = found.get("error") or f"it has code {found.get('code') or 'none'}"
             raise Refused("install", f"the installed runtime is not the sent one: {why}")

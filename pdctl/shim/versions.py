@@ -1,4 +1,4 @@
-"""Which runtime an interpreter would run. `ask` gives this file to that interpreter on its stdin.
+"""Which runtime an interpreter would run. `interpreters.ask` gives this file to it on its stdin.
 
 pdctl computes `fingerprint` of its own runtime with the same code, so equal text means equal code.
 """
@@ -13,30 +13,6 @@ import sys
 from typing import Any
 
 DISTRIBUTIONS = ("pdctl_runtime", "pdctl")
-TIMEOUT_S = 30.0
-
-
-def ask(python: str) -> dict[str, Any]:
-    """`report` of that interpreter, or {"error": why there is no answer}."""
-    import subprocess  # the interpreter that is asked starts sooner without
-
-    with open(__file__) as f:
-        source = f.read()
-    try:
-        done = subprocess.run(
-            [python, "-"], input=source, capture_output=True, text=True, cwd="/", timeout=TIMEOUT_S
-        )
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
-    except FileNotFoundError:
-        return {"error": "does not exist"}
-    except subprocess.TimeoutExpired:
-        return {"error": f"does not answer within {TIMEOUT_S:.0f} s"}
-    except OSError as e:
-        return {"error": e.strerror or str(e)}
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"error": f"is no working Python: {last}"}
 
 
 def fingerprint(folder: str) -> str:

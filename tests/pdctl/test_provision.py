@@ -26,7 +26,7 @@ from pdctl.errors import (
     UsageError,
 )
 from pdctl.services import ServiceSpec
-from pdctl.shim import provision, store, versions
+from pdctl.shim import provision, store, synced, versions
 from pdctl.wheels import Target
 
 
@@ -60,13 +60,13 @@ def test_prune_keeps_current_previous_and_what_a_service_runs_from(lab: Lab) -> 
 
 
 def test_current_is_only_what_is_complete(home: Home) -> None:
-    assert provision.current(str(home.base)) is None
+    assert synced.current(str(home.base)) is None
     name = make(home.base, 7, 8)
     provision._switch(str(home.base / ".code"), name)
-    known = provision.current(str(home.base))
+    known = synced.current(str(home.base))
     assert known == {"id": name, "python": f"{home.base}/.code/{name}/venv/bin/python"}
     (home.base / ".code" / name / "complete.json").unlink()
-    assert provision.current(str(home.base)) is None
+    assert synced.current(str(home.base)) is None
 
 
 def test_a_file_is_named_only_with_the_right_hash(lab: Lab, tmp_path: Path) -> None:

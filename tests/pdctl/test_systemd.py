@@ -176,7 +176,7 @@ def service() -> Service:
 
 
 def test_the_command_line() -> None:
-    assert systemd.wanted(service()) and not systemd.wanted(Service("/h", "demo", "x"))
+    assert service().in_systemd and not Service("/h", "demo", "x").in_systemd
     assert systemd.scope_argv(service(), ["python3", "shim", "supervise"]) == [
         "systemd-run",
         "--user",
