@@ -100,11 +100,19 @@ class Copy:
     ) -> None:
         self.ended = True
         done(self)
+        pieces, on_piece, on_end = self._pieces, self._on_piece, self._on_end
+        # Who made this copy keeps it, and these keep who made it: were they not let go of here, all
+        # that belongs to a request would wait for a full run of the cycle collector, which is rare.
+        self._pieces, self._on_piece, self._on_end = (), _nothing, _nothing
         if finished:
             # With the end, not before it: one turn of the loop less on the path to the first decode
             # step.
-            self._on_piece(len(self._pieces))
-        self._on_end(error)
+            on_piece(len(pieces))
+        on_end(error)
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 class CopyLane:

@@ -360,6 +360,7 @@ class DecodeHandoff:
         _cancel_timer(request.reserve_timer)
         if request.waiter:
             self.reservations.leave(request.waiter)
+            request.waiter = None
         if landing := request.landing:
             session, reservation = request.session, landing.reservation
             session.requests.pop(reservation.nonce, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from typing import Any
 
@@ -13,6 +14,8 @@ from handoff_lab import drive as run
 from rdma_lab import KINDS
 
 from runtime.protocol import Abort, Failed, RequestId, Tokens
+from runtime.transfer.decode_request import DecodeRequest
+from runtime.transfer.prefill_request import Outgoing
 
 
 @pytest.fixture(params=KINDS)
@@ -197,6 +200,33 @@ def test_deadline(kind: str, state: str) -> None:
         await both.idle()
 
     run(kind, scenario, buffer_blocks=16)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_memory_of_what_is_over_does_not_wait_for_the_cycle_collector(
+    kind: str, state: str
+) -> None:
+    """Which a process with this many objects runs once in thousands of requests."""
+
+    async def scenario(both: Pair) -> None:
+        await both.decode.answer(both.decode.ask(prompt(33)))
+        expires = state == "prefilling"
+        id_ = await STATES[state][0](both, deadline_s=0.4 if expires else 30.0)
+        if not expires:
+            both.decode.role.abort(id_)
+        await both.decode.answer(id_)
+        both.prefill.engine.pause()
+        both.decode.engine.pause()
+        await both.idle()
+        left = [o for o in gc.get_objects() if type(o) in (DecodeRequest, Outgoing)]
+        assert not left
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(kind, scenario, buffer_blocks=16)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(4))
