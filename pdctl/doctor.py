@@ -116,7 +116,7 @@ def _services(
 ) -> tuple[ServiceSpec, ...]:
     """As `up` would start them. Of a host that is lost only names and ports count."""
     observed = [r.observed() for look in known.values() for r in look.records]
-    busy = {k: known[k].probe["listening"] if k in known else [] for k in t.used_hosts()}
+    busy = {k: known[k].probe["busy"] if k in known else [] for k in t.used_hosts()}
     facts = {}
     for key in t.used_hosts():
         base = hosts[key].base if key in known else ""

@@ -98,7 +98,7 @@ def allocate_ports(
 ) -> dict[str, dict[str, int]]:
     """Service -> purpose -> port: as the file says, else as the service has it, else a free one.
 
-    `busy` are the ports that listen on each host now, ours included.
+    `busy` are the ports of each host that somebody listens on or has claimed, ours included.
     """
     wanted = _wanted_ports(topology)
     hosts = {name: host for name, host, _ in wanted}

@@ -10,7 +10,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -75,7 +75,7 @@ def plan_up(path: Path, report: Report) -> Plan:
             raise_failures([*found.unreachable.values()], len(found.reachable()))
         ask = {"models": wanted.places}
         probes = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", ask)))
-        plan = _plan(wanted, found.hosts, found.records, dict(probes))
+        plan = _plan(wanted, found.hosts, found.records, dict(probes), _busy(dict(probes)))
         return _with_scale(plan, wanted, latest_said(found.answers.values(), plan.deployment))
 
 
@@ -192,7 +192,47 @@ def _planned(
             f"{name} was changed meanwhile from {said.machine.partition(':')[0]}",
             hint="look with `pdctl status`, and try again",
         )
-    return _with_scale(_plan(wanted, fleet.hosts, records, probes), wanted, said)
+    return _with_scale(_claimed(wanted, fleet, records, probes), wanted, said)
+
+
+def _claimed(
+    wanted: Wanted,
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    probes: Mapping[str, Mapping[str, Any]],
+) -> Plan:
+    """A plan whose new ports are ours until we end: no other deployment is given them meanwhile.
+
+    A port that the file asks for stays in it whoever has it; the checks name who listens there.
+    """
+    busy = _busy(probes)
+    while True:
+        plan = _plan(wanted, fleet.hosts, records, probes, busy)
+        refused = _claim(fleet, plan)
+        if all(ports <= busy[name] for name, ports in refused.items()):
+            return plan
+        for name, ports in refused.items():
+            busy[name] |= ports
+
+
+def _claim(fleet: Fleet, plan: Plan) -> dict[str, set[int]]:
+    """Claim the ports that are new in the plan. Host's name -> those that somebody else has."""
+    new: dict[str, set[int]] = {}
+    for step in plan.of("start", "replace"):
+        had = step.now.ports if step.now is not None and step.running else {}
+        ports = set(step.service.ports.values()) - set(had.values())
+        new.setdefault(fleet.hosts[step.service.host].name, set()).update(ports)
+
+    def claim(session: Session) -> dict[str, Any]:
+        return session.call("claim", {"ports": sorted(new[session.host.name])})
+
+    concerned = [s for s in fleet.sessions if s.host.name in new]
+    return {name: set(answer["refused"]) for name, answer in fleet.on_some(concerned, claim)}
+
+
+def _busy(probes: Mapping[str, Mapping[str, Any]]) -> dict[str, set[int]]:
+    """Host's name -> ports."""
+    return {name: set(probe["busy"]) for name, probe in probes.items()}
 
 
 def _with_scale(plan: Plan, wanted: Wanted, said: state.KnownDeployment | None) -> Plan:
@@ -211,13 +251,15 @@ def _plan(
     hosts: Mapping[str, Host],
     records: Sequence[ServiceRecord],
     probes: Mapping[str, Mapping[str, Any]],
+    taken: Mapping[str, Collection[int]],
 ) -> Plan:
+    """`probes` and `taken` ports by the hosts' names."""
     t = wanted.topology
     facts = {
         key: _facts(wanted, key, hosts[key], probes[hosts[key].name]) for key in t.used_hosts()
     }
     observed = [r.observed() for r in records]
-    busy = {k: probes[h.name]["listening"] for k, h in hosts.items() if h.name in probes}
+    busy = {k: taken[h.name] for k, h in hosts.items() if h.name in taken}
     services = command.services(t, allocate_ports(t, observed, busy), facts)
     plan = make_plan(t.name, services, observed)
     return replace(plan, notes=remarks(plan))

@@ -159,7 +159,8 @@ def _launch(service: Service, lock: int) -> None:
     log = os.open(service.path("out.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     result, report = os.pipe()
     shim = [sys.executable, "-I", "-S", sys.argv[0]]
-    argv = [*shim, "supervise", service.dir, str(lock), str(report)]
+    kept = (lock, report, *ports.handles(service.spec.get("ports", {}).values()))
+    argv = [*shim, "supervise", service.dir, *map(str, kept)]
     env = {**inherited(), MARKER: service.dir}
     if service.in_systemd:
         from . import systemd
@@ -173,7 +174,7 @@ def _launch(service: Service, lock: int) -> None:
             stderr=log,
             cwd="/",
             env=env,
-            pass_fds=(lock, report),
+            pass_fds=kept,
             start_new_session=True,
         )
     finally:

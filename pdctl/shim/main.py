@@ -5,7 +5,7 @@ serve                 answer one request per line until stdin closes; a `lock` i
 follow                the first line names services; then their new log lines, until stdin closes
 listen                the first line names ports; then it answers there, until stdin closes
 exec                  the first line names a command; then its output and exit code
-supervise DIR FD FD   internal: become the parent of a service
+supervise DIR FD FD [FD...]   internal: become the parent of a service
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ READING = {
     "code": "provision.look",
     "clock": "facts.clock",
     "facts": "facts.facts",
+    "claim": "ports.claim",
     "reach": "measure.reach",
     "copy": "measure.copy",
     "tail": "logs.tails",
@@ -135,7 +136,7 @@ def main(argv: list[str]) -> int:
     if command == "supervise":
         from .supervise import Supervisor  # alone: it stays for as long as its service
 
-        Supervisor(argv[2], int(argv[3]), int(argv[4])).run()
+        Supervisor(argv[2], *map(int, argv[3:])).run()
     elif command == "call":
         print(json.dumps(Session().answer(json.load(sys.stdin))))
     elif command == "serve":

@@ -1,4 +1,9 @@
-"""TCP ports of this host: whether one is free, and who holds it, as far as /proc shows it to us."""
+"""TCP ports of this host: whether one is free, who holds it, and who is about to.
+
+Between a plan and the moment when its service listens another deployment may be planned, also one
+of another user. So a port is claimed first, by an abstract Unix socket of a name made from it: the
+kernel gives each name once a network, shows it to everybody, and frees it with the last process.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,14 @@ import errno
 import os
 import pwd
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 from .procs import marker_of
+
+_CLAIM = "pdctl/port/"
+_claimed: dict[int, socket.socket] = {}
+"""By this process, for as long as it lives."""
 
 
 def port(base: str, number: int, bind: str) -> dict[str, Any]:
@@ -28,6 +38,39 @@ def port(base: str, number: int, bind: str) -> dict[str, Any]:
         if e.errno == errno.EADDRINUSE:
             answer.update(_holder(base, number))
     return answer
+
+
+def claim(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Claim `ports` until our end. `refused`: those that somebody listens on or has claimed."""
+    in_use = {number for _, number in listeners()}
+    wanted = [int(number) for number in request["ports"]]
+    return {"refused": [n for n in wanted if n in in_use or not _claim(n)]}
+
+
+def handles(numbers: Iterable[int]) -> list[int]:
+    """Claims of these ports, to pass on; of those that could be had. One who wants another's port
+    learns it when it listens."""
+    return [_claimed[n].fileno() for n in numbers if _claim(n)]
+
+
+def _claim(number: int) -> bool:
+    if number in _claimed:
+        return True
+    s = socket.socket(socket.AF_UNIX)
+    try:
+        s.bind(f"\0{_CLAIM}{number}")
+    except OSError:
+        s.close()
+        return False
+    _claimed[number] = s
+    return True
+
+
+def claims() -> set[int]:
+    """Ports that somebody on this network has claimed, we too."""
+    with open("/proc/net/unix") as f:
+        names = (line.rpartition(f" @{_CLAIM}")[2].strip() for line in f if f" @{_CLAIM}" in line)
+        return {int(name) for name in names if name.isdigit()}
 
 
 def _holder(base: str, number: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def probe(base: str, request: dict[str, Any]) -> dict[str, Any]:
     paths = [*request.get("paths", []), *filter(None, [place])]
     return {
         "ports": [ports.port(base, int(number), bind) for number, bind in request.get("ports", [])],
-        "listening": sorted({number for _, number in ports.listeners()}),
+        "busy": sorted({number for _, number in ports.listeners()} | ports.claims()),
         "shm": shm_room(),
         "missing": [p for p in paths if not os.path.exists(p)],
         "unreadable": [p for p in paths if os.path.exists(p) and not os.access(p, os.R_OK)],

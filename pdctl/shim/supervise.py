@@ -30,13 +30,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervisor:
-    def __init__(self, directory: str, lock: int, report: int) -> None:
+    def __init__(self, directory: str, lock: int, report: int, *claims: int) -> None:
+        """`claims`: of the service's ports (see `ports`). Ours alone, as the lock: until we die."""
         deployment_dir, name = os.path.split(directory)
         base, deployment = os.path.split(deployment_dir)
         self.service = Service(base, deployment, name)
         self.report = report
-        os.set_inheritable(lock, False)  # held by this process alone, until it dies
-        os.set_inheritable(report, False)
+        for handle in (lock, report, *claims):
+            os.set_inheritable(handle, False)
         self.pid = 0
         self.started = time.monotonic()
         self.asked = False

@@ -32,7 +32,7 @@ FREE = {"free": 1 << 40, "total": 1 << 40}
 PROBE = {
     "ports": [], "shm": FREE, "missing": [], "unreadable": [], "unwritable": "",
     "versions": {"/p": {"code": "aa", "python": "3.11", "torch": "2", "ibverbs": "", "native": ""}},
-    "model": "/m", "code": None, "listening": [], "systemd": "",
+    "model": "/m", "code": None, "busy": [], "systemd": "",
 }  # fmt: skip
 FACTS = {
     "python": "3.11.7", "path": "/bin", "memlock": -1, "may_lock": False, "nofile": 4096,
