@@ -6,6 +6,7 @@ Requests go over stdin, so that no secret is ever on a command line. Knows no pl
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import json
@@ -19,10 +20,11 @@ from typing import Any
 
 from pdctl import __version__
 from pdctl.errors import HostCommandError, Locked, PdctlError, StateError
-from pdctl.hosts import Host
+from pdctl.hosts import Channel, Host
+from pdctl.shim.unpack import MAIN
 
 CALL_TIMEOUT_S = 30.0
-_MAIN = """# Run as a file: for a folder, python first loads a good part of importlib.
+_ENTRY = """# Run as a file: for a folder, python first loads a good part of importlib.
 import os
 import sys
 
@@ -35,10 +37,10 @@ sys.exit(main(sys.argv))
 
 @cache
 def _sources() -> dict[str, str]:
-    """Files of the shim, by path in its folder; the entry point last: with it, all are there."""
+    """Files of the shim, by path in its folder."""
     folder = Path(__file__).parent / "shim"
     files = {f"shim/{f.name}": f.read_text() for f in sorted(folder.glob("*.py"))}
-    return {**files, "__main__.py": _MAIN}
+    return {**files, MAIN: _ENTRY}
 
 
 @cache
@@ -49,13 +51,9 @@ def _version() -> str:
     return digest.hexdigest()[:16]
 
 
-def shim_argv(host: Host, command: str) -> list[str]:
-    """The command line of the shim on this host, which is copied there first when it is missing."""
-    folder = f"{host.base}/.shim/{_version()}"
-    main = f"{folder}/__main__.py"
-    if not host.exists(main):
-        host.unpack(folder, _sources())
-    return [host.python, "-I", "-S", main, command]
+def open_shim(host: Host, command: str) -> Channel:
+    """A running shim, copied to the host first when it is missing there."""
+    return host.program(f".shim/{_version()}", _sources(), [command])
 
 
 def request_text(host: Host, do: str, payload: dict[str, Any], *, command: str = "") -> str:
@@ -84,10 +82,20 @@ def shim_call(
     host: Host, do: str, payload: dict[str, Any], *, timeout: float = CALL_TIMEOUT_S
 ) -> dict[str, Any]:
     """One request, one answer. A changing request takes the deployment's lock for its duration."""
-    result = host.run(
-        shim_argv(host, "call"), stdin=request_text(host, do, payload), timeout=timeout
-    )
-    return answered(host, do, result.out, result.err)
+    with contextlib.closing(open_shim(host, "serve")) as channel:
+        channel.send(request_text(host, do, {"number": 1, **payload}))
+        return _receive(host, channel, do, 1, timeout)
+
+
+def _receive(host: Host, channel: Channel, do: str, number: int, timeout: float) -> dict[str, Any]:
+    """The answer to the request of this number.
+
+    First comes what the login's shell had to say, and what Ctrl-C or a timeout made us leave.
+    """
+    line = channel.receive(timeout)
+    while line is not None and _parsed(line).get("number") != number:
+        line = channel.receive(timeout)
+    return answered(host, do, line or "", "" if line else channel.error_text())
 
 
 class Session:
@@ -105,7 +113,7 @@ class Session:
         self._purpose = purpose
         self._turn = threading.Lock()
         self._number = 0
-        self._channel = host.channel(shim_argv(host, "serve"))
+        self._channel = open_shim(host, "serve")
         if wait_s is not None:
             try:
                 self.lock(wait_s)
@@ -124,12 +132,7 @@ class Session:
             self._number += 1
             payload = {"deployment": self.deployment, "number": self._number, **payload}
             self._channel.send(request_text(self.host, do, payload, command=self._purpose))
-            line = self._channel.receive(timeout)
-            # First come what the login's shell had to say, and the answer to a request that
-            # Ctrl-C or a timeout made us leave.
-            while line is not None and _parsed(line).get("number") != self._number:
-                line = self._channel.receive(timeout)
-        return answered(self.host, do, line or "", "" if line else self._channel.error_text())
+            return _receive(self.host, self._channel, do, self._number, timeout)
 
     def close(self) -> None:
         self._channel.close()

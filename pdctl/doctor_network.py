@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdctl.agent import request_text, shim_argv, shim_call
+from pdctl.agent import open_shim, request_text, shim_call
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
 from pdctl.fleet import attempt_all, on_all
@@ -127,7 +127,7 @@ class Network:
             "seconds": LISTEN_S,
         }
         host = self._hosts[key]
-        channel = host.channel(shim_argv(host, "listen"))
+        channel = open_shim(host, "listen")
         stack.callback(channel.close)
         channel.send(request_text(host, "listen", request))
         line = channel.receive(MARGIN_S)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pdctl.agent import answered, request_text, shim_argv
+from pdctl.agent import answered, open_shim, request_text
 from pdctl.errors import HostCommandError, UsageError
 from pdctl.find import ANYWHERE, HERE, Where, located, whereabouts
 from pdctl.fleet import opened
@@ -57,7 +57,7 @@ def on_host(host: str, command: Command, output: OnOutput, where: Where = ANYWHE
 
 def _run(host: Host, payload: dict[str, Any], command: Command, output: OnOutput) -> int:
     request = {**payload, "argv": list(command.argv), "secrets": command.secrets}
-    with contextlib.closing(host.channel(shim_argv(host, "exec"))) as channel:
+    with contextlib.closing(open_shim(host, "exec")) as channel:
         channel.send(request_text(host, "exec", request))
         while (text := channel.receive(SILENCE_S)) is not None:
             heard = json.loads(text)

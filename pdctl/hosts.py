@@ -1,4 +1,4 @@
-"""A host as pdctl sees it: run a program, put a file, talk to a program line by line.
+"""A host as pdctl sees it: talk to a program line by line, put one there, feed one with a file.
 
 `Host` is the contract; `LocalHost` is this machine. Knows nothing of services or the shim.
 Every wait has a timeout, and OS errors become PdctlError here.
@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 
 from pdctl.errors import HostCommandError, StateError
 from pdctl.shim.procs import MARKER
-from pdctl.shim.unpack import unpack
+from pdctl.shim.unpack import MAIN, unpack
 
 PIECE_BYTES = 1 << 18
 """Of a file on its way to a host."""
@@ -57,25 +57,24 @@ class Host(Protocol):
 
     @property
     def python(self) -> str:
-        """The interpreter that runs the shim."""
+        """The interpreter that runs what pdctl sends."""
 
     @property
     def base(self) -> str:
         """Absolute path of the state directory (PDCTL_HOME or ~/.pdctl) there."""
 
-    def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
-        """Run to the end. A non-zero exit is a Result; failing to run it is a HostCommandError."""
+    def program(self, folder: str, files: Mapping[str, str], arguments: Sequence[str]) -> Channel:
+        """Run the Python program that these text files are, `__main__.py` first, from `folder`.
 
-    def exists(self, path: str) -> bool: ...
-
-    def unpack(self, folder: str, files: Mapping[str, str]) -> None:
-        """Make a folder of text files, private, whole or not at all; parents are made, 0700.
-
-        There already: nothing is done. Raises StateError.
+        `folder` is below `base`. When it is not there it is made first, private, whole or not at
+        all; its parents too. Raises StateError when it cannot be made.
         """
 
     def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
-        """Run to the end with the rest of `source` as stdin; `sent` hears of its bytes."""
+        """Run to the end with the rest of `source` as stdin; `sent` hears of its bytes.
+
+        A non-zero exit is a Result; failing to run it is a HostCommandError.
+        """
 
     def channel(self, argv: Sequence[str]) -> Channel: ...
 
@@ -110,30 +109,20 @@ class LocalHost:
                 f"{self.base} can be written by others", hint=f"chmod go-w {self.base}"
             )
 
-    def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
-        with self._spawn(argv) as process:
+    def program(
+        self, folder: str, files: Mapping[str, str], arguments: Sequence[str]
+    ) -> LocalChannel:
+        where = os.path.join(self.base, folder)
+        main = os.path.join(where, MAIN)
+        if not os.path.exists(main):
             try:
-                out, err = process.communicate(stdin.encode(), timeout=timeout)
-            except subprocess.TimeoutExpired as e:
-                process.kill()
-                raise HostCommandError(
-                    f"{self.name}: {argv[0]} did not end within {timeout:.0f} s", host=self.name
+                unpack(where, dict(files))
+            except OSError as e:
+                raise StateError(
+                    f"{self.name}: {e.filename or where}: {e.strerror}",
+                    hint="make room or make it writable, or set PDCTL_HOME to another directory",
                 ) from e
-        return Result(
-            process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
-        )
-
-    def exists(self, path: str) -> bool:
-        return os.path.exists(path)
-
-    def unpack(self, folder: str, files: Mapping[str, str]) -> None:
-        try:
-            unpack(folder, dict(files))
-        except OSError as e:
-            raise StateError(
-                f"{self.name}: {e.filename or folder}: {e.strerror}",
-                hint="make room or make it writable, or set PDCTL_HOME to another directory",
-            ) from e
+        return self.channel([self.python, "-I", "-S", main, *arguments])
 
     def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
         with self._spawn(argv) as process:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pdctl.agent import request_text, shim_argv, shim_call
+from pdctl.agent import open_shim, request_text, shim_call
 from pdctl.errors import PdctlError, UsageError
 from pdctl.find import ANYWHERE, Found, Where, located
 from pdctl.fleet import on_all
@@ -167,7 +167,7 @@ class _Follower:
             self.ended.wait(RETRY_S[min(failures, len(RETRY_S)) - 1])
 
     def _listen(self) -> Iterator[dict[str, Any]]:
-        with contextlib.closing(self.host.channel(shim_argv(self.host, "follow"))) as channel:
+        with contextlib.closing(open_shim(self.host, "follow")) as channel:
             self.channel = channel
             request = {**self.payload, "after": self.after}
             channel.send(request_text(self.host, "follow", request))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import random
 import socket
@@ -13,8 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pdctl.agent import shim_call
-from pdctl.hosts import LocalHost
+from pdctl.errors import StateError
+from pdctl.hosts import Host, LocalHost, Result
 from pdctl.services import ServiceSpec
 from pdctl.shim import procs
 
@@ -32,6 +37,29 @@ def eventually(check: Callable[[], Any], within_s: float = 10.0) -> Any:
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
     return value
+
+
+def ran(host: Host, argv: list[str], stdin: str = "") -> Result:
+    """A program on a host, from its start to its end."""
+    return host.feed(argv, io.BytesIO(stdin.encode()), lambda _: None)
+
+
+def check_program(host: Host, base: Path) -> None:
+    """A program is put on a host once, private and whole, and is the one that runs."""
+    folder = base / "a" / "b"
+    main = "import sys\nprint(sys.argv[1:], __name__, sys.stdin.readline(), flush=True)\n"
+    files = {"__main__.py": main, "c/one": "1", "two": "zwei €"}
+    for more in ({}, {"three": ""}):
+        with contextlib.closing(host.program("a/b", {**files, **more}, ["x y", "$z"])) as channel:
+            channel.send("line")
+            assert channel.receive(20) == "['x y', '$z'] __main__ line"
+    assert (folder / "two").read_text() == "zwei €" and (folder / "c/one").exists()
+    assert {p.name for p in (base / "a").iterdir()} == {"b"} and not (folder / "three").exists()
+    assert oct((folder / "c/one").stat().st_mode & 0o777) == "0o600"
+    for made in (folder, folder.parent):
+        assert oct(made.stat().st_mode & 0o777) == "0o700"
+    with pytest.raises(StateError, match=f"{folder}/two"):
+        host.program("a/b/two/below", {"x": ""}, [])
 
 
 @dataclass

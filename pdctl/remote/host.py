@@ -1,4 +1,4 @@
-"""`Host` over SSH: commands, files and line-by-line talk on one connection, made on first use.
+"""`Host` over SSH: programs, files and line-by-line talk on one connection, made on first use.
 
 Commands run in the login's shell, without a terminal, each argument quoted. What SSH raises
 becomes HostUnreachable here: host, step, cause, and what to try.
@@ -25,8 +25,24 @@ from pdctl.shim import unpack as shim_unpack
 
 _STEP_MS = 200
 _UNPACK_S = 30.0
-_BASE = "pdctl's home: "
+_HOME = "pdctl's home: "
 """Before the answer, for what the login's start-up files print comes first."""
+_UNPACK = (
+    "import json, sys; source, files = json.loads(sys.stdin.readline()); exec(source); "
+    "put_and_become(sys.argv[1], files, sys.argv[2:])"
+)
+# One session for all of it: where home is, whether the program is there, and its start. In one line
+# each, for a login's shell may be a csh.
+_START = "; ".join(
+    [
+        'base="${PDCTL_HOME:-$HOME/.pdctl}"; folder="$base/$1"; python="$2"; unpack="$3"',
+        f'main="$folder/{shim_unpack.MAIN}"; shift 3',
+        f'if [ -e "$main" ]; then printf "%s%s\\n" {shlex.quote(_HOME)} "has $base"',
+        'exec "$python" -I -S "$main" "$@"; fi',
+        f'printf "%s%s\\n" {shlex.quote(_HOME)} "lacks $base"',
+        'exec "$python" -I -S -c "$unpack" "$folder" "$@"',
+    ]
+)
 
 
 class SshHost:
@@ -49,21 +65,44 @@ class SshHost:
 
     @property
     def base(self) -> str:
-        if not self._base:
-            text = f'printf "%s%s" {shlex.quote(_BASE)} "${{PDCTL_HOME:-$HOME/.pdctl}}"'
-            result = self.run(["sh", "-c", text], timeout=CONNECT_TIMEOUT_S)
-            base = result.out.rpartition(_BASE)[2]
-            if result.rc or not base.startswith("/"):
-                raise HostCommandError(f"{self.name}: it names no home directory", host=self.name)
-            self._base = base
+        """Known from the first program on."""
+        assert self._base, f"{self.name}: nothing was run there yet"
         return self._base
 
-    def run(self, argv: Sequence[str], *, stdin: str = "", timeout: float) -> Result:
-        channel = self._open(argv)
-        with contextlib.closing(channel), self._translated():
-            channel.settimeout(timeout)
-            self._send(channel, [stdin.encode()])
-            return self._rest(channel, argv[0], timeout)
+    def program(self, folder: str, files: Mapping[str, str], arguments: Sequence[str]) -> Channel:
+        """Where it is missing, the process that puts it there becomes the program."""
+        argv = ["sh", "-c", _START, "sh", folder, self.python, _UNPACK, *arguments]
+        channel = SshChannel(self.name, self._open(argv))
+        try:
+            state, _, base = channel.awaited(_HOME, CONNECT_TIMEOUT_S).partition(" ")
+            if not base.startswith("/"):
+                raise HostCommandError(f"{self.name}: it names no home directory", host=self.name)
+            self._base = base
+            if state == "lacks":
+                source = Path(shim_unpack.__file__).read_text()
+                self._put(channel, json.dumps([source, dict(files)]))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _put(self, channel: SshChannel, text: str) -> None:
+        with contextlib.suppress(HostCommandError):  # it ended already; its exit tells why
+            channel.send(text)
+        if channel.receive(_UNPACK_S) == shim_unpack.MADE:
+            return
+        rc, said = channel.end()
+        reason = (said.splitlines() or ["it failed without a word"])[-1]
+        if rc in (126, 127):
+            raise HostCommandError(
+                f"{self.name}: {self.python} cannot be run: {reason}",
+                host=self.name,
+                hint="pdctl needs python3 (3.8 or newer) there, on the PATH of `ssh HOST COMMAND`",
+            )
+        raise StateError(
+            f"{self.name}: {reason}",
+            hint="make room or make it writable, or set PDCTL_HOME there",
+        )
 
     @staticmethod
     def _send(channel: Any, pieces: Iterable[bytes]) -> None:
@@ -104,27 +143,6 @@ class SshHost:
             out.write(channel.recv(65536))
         while channel.recv_stderr_ready():
             err.write(channel.recv_stderr(65536))
-
-    def exists(self, path: str) -> bool:
-        return self.run(["test", "-e", path], timeout=CONNECT_TIMEOUT_S).rc == 0
-
-    def unpack(self, folder: str, files: Mapping[str, str]) -> None:
-        """By the host's own python, in one round trip."""
-        source = Path(shim_unpack.__file__).read_text()
-        argv = [self.python, "-I", "-S", "-c", source, folder]
-        result = self.run(argv, stdin=json.dumps(files), timeout=_UNPACK_S)
-        reason = (result.err.strip().splitlines() or ["it failed without a word"])[-1]
-        if result.rc in (126, 127):
-            raise HostCommandError(
-                f"{self.name}: {self.python} cannot be run: {reason}",
-                host=self.name,
-                hint="pdctl needs python3 (3.8 or newer) there, on the PATH of `ssh HOST COMMAND`",
-            )
-        if result.rc:
-            raise StateError(
-                f"{self.name}: {reason}",
-                hint="make room or make it writable, or set PDCTL_HOME there",
-            )
 
     def feed(self, argv: Sequence[str], source: BinaryIO, sent: Callable[[int], None]) -> Result:
         def pieces() -> Iterator[bytes]:
@@ -221,6 +239,18 @@ class SshChannel:
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         return line.decode(errors="replace")
+
+    def awaited(self, start: str, timeout: float) -> str:
+        """The rest of the line in which this comes; empty when the program ends without it."""
+        line = self.receive(timeout)
+        while line is not None and start not in line:
+            line = self.receive(timeout)
+        return (line or "").rpartition(start)[2]
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr of a program that has ended; -1: it does not say."""
+        text = self.error_text()
+        return self._channel.exit_status, text
 
     def error_text(self) -> str:
         text = b""

@@ -1,6 +1,5 @@
 """The commands of the shim. One JSON request, one JSON answer.
 
-call                  answer the request on stdin
 serve                 answer one request per line until stdin closes; a `lock` is held as long
 follow                the first line names services; then their new log lines, until stdin closes
 listen                the first line names ports; then it answers there, until stdin closes
@@ -137,8 +136,6 @@ def main(argv: list[str]) -> int:
         from .supervise import Supervisor  # alone: it stays for as long as its service
 
         Supervisor(argv[2], *map(int, argv[3:])).run()
-    elif command == "call":
-        print(json.dumps(Session().answer(json.load(sys.stdin))))
     elif command == "serve":
         serve()
     elif command in STREAMS:
@@ -147,6 +144,6 @@ def main(argv: list[str]) -> int:
         except (BrokenPipeError, KeyboardInterrupt):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     else:
-        print("usage: call | serve | follow | exec  (JSON on stdin)", file=sys.stderr)
+        print("usage: serve | follow | listen | exec  (JSON on stdin)", file=sys.stderr)
         return 2
     return 0

@@ -1,23 +1,26 @@
 """Makes a folder of text files, whole or not at all: how the other files here come to a host.
 
-Runs by itself as `python -c SOURCE FOLDER`, the files as JSON on stdin.
+Comes there first, by itself: imports nothing of the others.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sys
-import tempfile
+import time
+
+MAIN = "__main__.py"
+MADE = "pdctl: made"
 
 
 def unpack(folder: str, files: dict[str, str]) -> None:
     """Private; parents are made, 0700. There already, also meanwhile: nothing is done."""
     parent = os.path.dirname(folder)
     _private_parents(parent)
-    new = tempfile.mkdtemp(prefix=".new-", dir=parent)
+    new = os.path.join(parent, f".new-{os.getpid()}-{time.time_ns()}")
+    os.mkdir(new, 0o700)
     try:
         for name, text in files.items():
             path = os.path.join(new, name)
@@ -44,9 +47,16 @@ def _private_parents(path: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
 
-if __name__ == "__main__":
+def put_and_become(folder: str, files: dict[str, str], arguments: list[str]) -> None:
+    """Put a program there, say so, and go on as that program: python is started once for both."""
     os.umask(0o077)
     try:
-        unpack(sys.argv[1], json.load(sys.stdin))
+        unpack(folder, files)
     except OSError as e:
-        sys.exit(f"{e.filename or sys.argv[1]}: {e.strerror}")
+        sys.exit(f"{e.filename or folder}: {e.strerror}")
+    print(MADE, flush=True)
+    main = os.path.join(folder, MAIN)
+    sys.argv = [main, *arguments]
+    with open(main, encoding="utf-8") as f:
+        program = compile(f.read(), main, "exec")
+    exec(program, {"__name__": "__main__", "__file__": main})

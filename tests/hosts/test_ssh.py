@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ssh
 
 # Commands over one SshHost, on the laptop: what pdctl does first with any host.
 SCRIPT = """
+import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pdctl.errors import PdctlError
@@ -24,7 +25,7 @@ routes = Routes()
 def one(name):
     host = SshHost(name, name, routes=routes)
     try:
-        return host.run(["hostname"], timeout=20).out.strip()
+        return host.feed(["hostname"], io.BytesIO(), print).out.strip()
     except PdctlError as e:
         return f"{type(e).__name__}: {e} | {e.hint}"
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from supervision import Home
 
 from pdctl import command
 from pdctl import doctor_checks as checks
-from pdctl.agent import shim_argv
+from pdctl.agent import open_shim
 from pdctl.doctor import Diagnosis, PairReport, expected_path
 from pdctl.doctor_checks import Clock, View
 from pdctl.doctor_network import HERE, Edge, Heard, Reached, edges, rounds
@@ -208,18 +207,15 @@ def test_rounds_disturb_nobody(pairs: list[tuple[str, str]]) -> None:
 
 def test_the_listener_answers_to_its_token_only_and_ends_with_its_stdin(home: Home) -> None:
     host = LocalHost()
-    argv = shim_argv(host, "listen")
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None
+    channel = open_shim(host, "listen")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         busy = taken.getsockname()[1]
         request = {"base": host.base, "binds": [[busy, "127.0.0.1"]], "any": "127.0.0.1",
                    "token": "secret", "name": "b", "seconds": 60}  # fmt: skip
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
-        answer = json.loads(process.stdout.readline())
+        channel.send(json.dumps(request))
+        answer = json.loads(channel.receive(20) or "")
     assert list(answer["failed"]) == [str(busy)]
     target = {"address": "127.0.0.1", "port": answer["any"], "seconds": 0.05, "plain": False}
 
@@ -231,8 +227,7 @@ def test_the_listener_answers_to_its_token_only_and_ends_with_its_stdin(home: Ho
     assert (good["error"], good["name"]) == ("", "b") and good["rate"] > 0
     assert ask("wrong")["error"] == "another program answers there"
     assert ask("secret", address="127.0.0.2")["error"] == "connection refused"
-    process.stdin.close()
-    assert process.wait(20) == 0
+    channel.close()
     assert ask("secret")["error"] == "connection refused"
 
 

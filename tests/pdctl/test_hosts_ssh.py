@@ -8,16 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from supervision import Home, Site, eventually, free_port, gone
+from supervision import Home, Site, check_program, eventually, free_port, gone, ran
 
 from pdctl import ops
-from pdctl.errors import HostCommandError, HostUnreachable, StateError
+from pdctl.errors import HostCommandError, HostUnreachable
 from pdctl.remote import SshHost
 from pdctl.remote.config import parse_settings
 
@@ -88,36 +87,18 @@ def test_commands_meet_no_shell_and_give_everything_back(ssh: SshHost) -> None:
         "import sys; print(sys.argv[1:]); print(sys.stdin.read()); sys.exit('bad ' + 'x' * 70000)"
     )
     nasty = ["$HOME; echo x", "a b", "'", '"', "\n", "*"]
-    result = ssh.run([sys.executable, "-c", code, *nasty], stdin="in" * 40000, timeout=30)
+    result = ran(ssh, [sys.executable, "-c", code, *nasty], "in" * 40000)
     assert result.out == f"{nasty}\n{'in' * 40000}\n"
     assert (result.rc, result.err) == (1, f"bad {'x' * 70000}\n")
 
 
-def test_a_command_has_a_deadline(ssh: SshHost) -> None:
-    begun = time.monotonic()
-    with pytest.raises(HostCommandError, match="did not end within"):
-        ssh.run(["sleep", "60"], timeout=0.5)
-    assert time.monotonic() - begun < 10
-
-
-def test_folders_are_private_and_whole(ssh: SshHost, tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    assert not ssh.exists(str(folder))
-    ssh.unpack(str(folder), {"c/one": "1", "two": "zwei €"})
-    ssh.unpack(str(folder), {"three": ""})
-    assert ssh.exists(str(folder / "c/one")) and (folder / "two").read_text() == "zwei €"
-    assert oct((folder / "c/one").stat().st_mode & 0o777) == "0o600"
-    assert (
-        oct(folder.stat().st_mode & 0o777) == oct(folder.parent.stat().st_mode & 0o777) == "0o700"
-    )
-    assert {p.name for p in folder.parent.rglob("*")} == {"b", "c", "one", "two"}
-    with pytest.raises(StateError, match=f"gpu-a: {folder}/two"):
-        ssh.unpack(str(folder / "two" / "below"), {"x": ""})
+def test_a_program_is_put_there_once_private_and_whole(ssh: SshHost, home: Home) -> None:
+    check_program(ssh, home.base)
 
 
 def test_a_program_that_ends_before_it_has_read_all(ssh: SshHost, tmp_path: Path) -> None:
     early = ["sh", "-c", "echo full >&2; exit 3"]
-    result = ssh.run(early, stdin="x" * (8 << 20), timeout=30)
+    result = ran(ssh, early, "x" * (8 << 20))
     assert (result.rc, result.err) == (3, "full\n")
     large = tmp_path / "large"
     large.write_bytes(bytes(8 << 20))
@@ -128,7 +109,7 @@ def test_a_program_that_ends_before_it_has_read_all(ssh: SshHost, tmp_path: Path
         f.seek(1)
         result = ssh.feed(["wc", "-c"], f, heard.append)
     assert result.rc == 0 and int(result.out) == (8 << 20) - 1
-    assert ssh.run(["true"], timeout=30).rc == 0
+    assert ran(ssh, ["true"]).rc == 0
 
 
 def test_a_channel_ends_with_its_program_and_the_other_way_round(ssh: SshHost) -> None:
@@ -155,7 +136,7 @@ def test_an_unknown_host_key_is_refused_and_nothing_is_written(
 ) -> None:
     server.known_hosts.write_text("")
     with pytest.raises(HostUnreachable, match=r"host key: .* is not known") as caught:
-        ssh.run(["true"], timeout=10)
+        ran(ssh, ["true"])
     assert caught.value.exit_code == 5 and "ssh lab" in caught.value.hint
     assert server.known_hosts.read_text() == ""
 
@@ -164,25 +145,25 @@ def test_a_changed_host_key_is_refused(server: Server, ssh: SshHost) -> None:
     other = (server.root / "user_key.pub").read_text().split()[1]
     server.known_hosts.write_text(f"[127.0.0.1]:{server.port} ssh-ed25519 {other}\n")
     with pytest.raises(HostUnreachable, match="not the known one"):
-        ssh.run(["true"], timeout=10)
+        ran(ssh, ["true"])
 
 
 def test_accept_new_appends_and_keeps_the_rest(server: Server, ssh: SshHost) -> None:
     config = server.root / "lab.conf"
     config.write_text(config.read_text() + "  StrictHostKeyChecking accept-new\n")
     server.known_hosts.write_text("# a comment\n")
-    assert ssh.run(["true"], timeout=10).rc == 0
+    assert ran(ssh, ["true"]).rc == 0
     assert server.known_hosts.read_text() == "# a comment\n" + server.host_key()
 
 
 def test_who_may_not_log_in_and_who_is_not_there(server: Server, ssh: SshHost) -> None:
     (server.root / "authorized_keys").write_text("")
     with pytest.raises(HostUnreachable, match=r"authenticate: .* refuses"):
-        ssh.run(["true"], timeout=10)
+        ran(ssh, ["true"])
     config = server.root / "lab.conf"
     config.write_text(config.read_text().replace(f"Port {server.port}", f"Port {free_port()}"))
     with pytest.raises(HostUnreachable, match="gpu-a") as caught:
-        ssh.run(["true"], timeout=10)
+        ran(ssh, ["true"])
     assert caught.value.host == "gpu-a"
 
 

@@ -26,7 +26,7 @@ def start(lab: Lab, who: str, number: int) -> bool:
     payload = {"spec": asdict(spec), "hash": spec.hash, "token": "t0ken"}
     request = request_text(lab.host, "start", payload)
     where = [FOLDER, str(lab.home.base), who, str(number)]
-    argv = [sys.executable, "-I", str(DRIVER), *where, "call"]
+    argv = [sys.executable, "-I", str(DRIVER), *where, "serve"]
     said = subprocess.run(argv, input=request.encode(), capture_output=True, timeout=60)
     return b'"started": true' not in said.stdout
 
