@@ -93,11 +93,11 @@ class Landing:
     ) -> None: ...
     @property
     def complete(self) -> int:
-        """How many of the first blocks have arrived."""
+        """How many of the first blocks have arrived whole."""
     def close(self) -> None:
         """On return nothing is written any more; takes one recv at most."""
     def claim(self, put: PutHeader) -> str:
-        """Take the put's blocks, each of which may come once; else why they may not come."""
+        """Take the put's bytes, each of which may come once; else why they may not come."""
     def receive(self, fd: int, put: PutHeader) -> None:
         """Receive a claimed put, without a deadline; what comes after `close` is thrown away.
 

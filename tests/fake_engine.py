@@ -309,9 +309,15 @@ class FakeEngine:
         prompt, id_ = request.request.prompt, request.request.id
         first = request.computed // self.layout.block_size
         last = min(first + self._chunk_blocks, len(request.blocks))
-        for number in range(first, last):
-            self._fill(request.blocks[number], kv_block(prompt, number, self.layout))
-        request.computed = min(last * self.layout.block_size, len(prompt))
+        computed = min(last * self.layout.block_size, len(prompt))
+        for layers in (self.layout.num_layers // 2, self.layout.num_layers):
+            for number in range(first, last):
+                block = kv_block(prompt, number, self.layout).copy()
+                block[layers * self.layout.layer_stride :] = 0xEE
+                self._fill(request.blocks[number], block)
+            if 0 < layers < self.layout.num_layers and request.request.mode == "prefill":
+                self._emit(Computed(id_, computed, request.blocks, layers))
+        request.computed = computed
         if request.computed == len(prompt):
             token = next_token(prompt)
             request.output = [token]
@@ -324,7 +330,7 @@ class FakeEngine:
                     self._forget(request)
                 return
             request.state = "held"
-        self._emit(Computed(id_, request.computed, request.blocks))
+        self._emit(Computed(id_, request.computed, request.blocks, self.layout.num_layers))
 
     def _decode(self, request: _Request) -> None:
         if "decode" in self.paused:

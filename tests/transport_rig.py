@@ -90,12 +90,12 @@ class Rig:
             offer = self._rdma_offer()
             self.adapters.append(open_adapter(PREFILL_DEVICE, self.source))
             sender = RdmaSender(self.adapters[-1], offer.end, self.buffer.nbytes)
-            self.receiver = RdmaReceiver(offer, sender.end, self.size, self._events())
+            self.receiver = RdmaReceiver(offer, sender.end, self._events())
             self.sender = sender
         else:
             ours, theirs = _tcp_pairs(self.streams)
             self.receiver = self._tcp_receiver(ours)
-            self.sender = TcpSender(theirs, self.size)
+            self.sender = TcpSender(theirs)
 
     def connect_child(self) -> None:
         """The sender in a process of its own, which puts block 0 into block 0 again and again."""
@@ -116,7 +116,7 @@ class Rig:
             assert self.child.stdin is not None and self.child.stdout is not None
             theirs = bytes.fromhex(self.child.stdout.readline())
             peer = msgspec.msgpack.decode(theirs, type=RdmaEnd)
-            self.receiver = RdmaReceiver(offer, peer, self.size, self._events())
+            self.receiver = RdmaReceiver(offer, peer, self._events())
             self.child.stdin.close()
             return
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -191,12 +191,12 @@ def main() -> None:
         sys.stdin.read()  # until the receiver is connected
         sender = rdma
     else:
-        sender = TcpSender([socket.create_connection((where, number))], size)
+        sender = TcpSender([socket.create_connection((where, number))])
     nonce = 0
     while True:
         nonce += 1
         pool[:] = nonce % 256
-        sender.put(nonce, Region(pool.ctypes.data, size), block_runs([0], [0], size))
+        sender.put(nonce, Region(pool.ctypes.data, size), block_runs([0], [0], size), 1)
 
 
 if __name__ == "__main__":

@@ -180,8 +180,7 @@ Landing::Landing(std::byte* memory, uint64_t nbytes, uint64_t block_bytes,
                  const std::vector<int64_t>& blocks)
     : memory_(memory),
       block_bytes_(block_bytes),
-      claimed_(blocks.size()),
-      here_(blocks.size()) {
+      blocks_(blocks.size()) {
   const uint64_t room = nbytes / block_bytes;
   for (const int64_t block : blocks) {
     if (block < 0 || static_cast<uint64_t>(block) >= room) {
@@ -197,33 +196,50 @@ void Landing::close() {
   const std::lock_guard<std::mutex> lock(writing_);
 }
 
-std::string Landing::claim(const PutHeader& put) {
+bool Landing::split(const Extent& extent, std::vector<Part>& parts) const {
   const auto size = static_cast<int64_t>(block_bytes_);
-  const std::lock_guard<std::mutex> lock(counting_);
+  int64_t at = extent.offset, left = extent.length;
+  if (at < 0) return false;
+  while (left > 0) {
+    const auto found = number_of_.find(at / size);
+    if (found == number_of_.end()) return false;
+    const int64_t length = std::min(left, size - at % size);
+    parts.push_back({found->second, {at % size, length}});
+    at += length;
+    left -= length;
+  }
+  return true;
+}
+
+std::string Landing::claim(const PutHeader& put) {
+  std::vector<Part> parts;
   for (const Extent& extent : put.extents) {
-    if (extent.offset % size != 0 || extent.length % size != 0) return "not whole blocks";
-    for (int64_t at = 0; at < extent.length / size; ++at) {
-      const auto found = number_of_.find(extent.offset / size + at);
-      if (found == number_of_.end()) return "not blocks of its reservation";
-      if (claimed_[found->second]) return "a block of its reservation that came already";
-      claimed_[found->second] = true;
+    if (!split(extent, parts)) return "not blocks of its reservation";
+  }
+  const std::lock_guard<std::mutex> lock(counting_);
+  for (const Part& part : parts) {
+    std::vector<Extent>& claimed = blocks_[part.number].claimed;
+    for (const Extent& other : claimed) {
+      if (part.within.offset < other.offset + other.length &&
+          other.offset < part.within.offset + part.within.length) {
+        return "bytes of its reservation that came already";
+      }
     }
+    claimed.push_back(part.within);
   }
   return "";
 }
 
 void Landing::receive(int fd, const PutHeader& put) {
   std::vector<iovec> pieces;
-  std::vector<size_t> numbers;
+  std::vector<Part> parts;
   for (const Extent& extent : put.extents) {
     pieces.push_back({memory_ + extent.offset, static_cast<size_t>(extent.length)});
-    const int64_t first = extent.offset / static_cast<int64_t>(block_bytes_);
-    const int64_t count = extent.length / static_cast<int64_t>(block_bytes_);
-    for (int64_t at = 0; at < count; ++at) numbers.push_back(number_of_.at(first + at));
+    split(extent, parts);
   }
   Cursor cursor(std::move(pieces));
   std::array<iovec, kViews> views;
-  uint64_t done = 0;
+  size_t first = 0;
   while (!cursor.done()) {
     const msghdr wanted = cursor.some(views, kStep);
     ssize_t got = 0;
@@ -238,17 +254,23 @@ void Landing::receive(int fd, const PutHeader& put) {
     }
     const uint64_t more = received(fd, got);
     cursor.advance(more);
-    arrived(numbers, done / block_bytes_, (done + more) / block_bytes_);
-    done += more;
+    arrived(parts, first, more);
   }
 }
 
-void Landing::arrived(const std::vector<size_t>& numbers, size_t from, size_t to) {
-  if (from == to) return;
+void Landing::arrived(std::vector<Part>& parts, size_t& first, uint64_t bytes) {
+  if (bytes == 0) return;
   const std::lock_guard<std::mutex> lock(counting_);
-  for (size_t i = from; i < to; ++i) here_[numbers[i]] = true;
+  while (bytes > 0) {
+    Part& part = parts[first];
+    const uint64_t step = std::min(bytes, static_cast<uint64_t>(part.within.length));
+    blocks_[part.number].here += step;
+    part.within.length -= static_cast<int64_t>(step);
+    bytes -= step;
+    if (part.within.length == 0) ++first;
+  }
   uint64_t complete = complete_.load(std::memory_order_relaxed);
-  while (complete < here_.size() && here_[complete]) ++complete;
+  while (complete < blocks_.size() && blocks_[complete].here == block_bytes_) ++complete;
   complete_.store(complete, std::memory_order_release);
 }
 

@@ -56,10 +56,10 @@ class Landing {
   // On return nothing is written any more: it waits for one recv at most.
   void close();
 
-  // How many of the first blocks have arrived.
+  // How many of the first blocks have arrived whole.
   uint64_t complete() const { return complete_.load(std::memory_order_acquire); }
 
-  // Takes the put's blocks, which then cannot come again; or says why they may not come.
+  // Takes the put's bytes, which then cannot come again; or says why they may not come.
   std::string claim(const PutHeader& put);
 
   // Receives a put that was claimed; what comes after `close` is thrown away. Waits as long as it
@@ -67,16 +67,28 @@ class Landing {
   void receive(int fd, const PutHeader& put);
 
  private:
-  void arrived(const std::vector<size_t>& numbers, size_t from, size_t to);
+  struct Block {
+    std::vector<Extent> claimed;  // offsets within the block
+    uint64_t here = 0;            // bytes that have arrived
+  };
+  // What of a put goes into one block.
+  struct Part {
+    size_t number;  // of the block in the reservation
+    Extent within;
+  };
+
+  // An extent's parts; false when one is not in the reservation.
+  bool split(const Extent& extent, std::vector<Part>& parts) const;
+  // `bytes` more of the parts, of which `first` is the first that is not here, but for its beginning.
+  void arrived(std::vector<Part>& parts, size_t& first, uint64_t bytes);
 
   std::byte* const memory_;
   const uint64_t block_bytes_;
+  std::unordered_map<int64_t, size_t> number_of_;
   std::mutex writing_;  // held for each recv into the memory
   std::atomic<bool> open_{true};
   std::mutex counting_;  // guards what follows
-  std::unordered_map<int64_t, size_t> number_of_;
-  std::vector<bool> claimed_;
-  std::vector<bool> here_;
+  std::vector<Block> blocks_;
   std::atomic<uint64_t> complete_{0};
 };
 

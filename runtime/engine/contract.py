@@ -1,10 +1,9 @@
 """What the engine core is to the rest of its process: requests in, events out.
 
 The engine runs on its own thread and owns the device pool. Everything else in the process (front
-link, hand-over)
-runs on the asyncio thread and talks to it through `EngineControl` (thread-safe, never blocks) and
-the `emit`
-callback it was built with (called on the engine thread; must return at once).
+link, hand-over) runs on the asyncio thread and talks to it through `EngineControl` (thread-safe,
+never blocks) and the `emit` callback it was built with (called on the engine thread; must return at
+once).
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from runtime.protocol import FinishReason, OutputToken, RequestId, SamplingParam
 Mode = Literal["generate", "prefill", "decode"]
 """
 generate  compute the prompt here and decode here (mixed instances)
-prefill   compute the prompt, sample one token, then hold the blocks until dropped (prefill
-instances)
+prefill   compute the prompt, sample one token, then hold the blocks until dropped
 decode    allocate device blocks for a prompt whose KV someone else puts there, wait for `resume`,
-then decode
+          then decode
 """
 
 
@@ -40,8 +38,8 @@ class Produced:
     """New tokens. In mode `prefill` exactly one token, emitted before the last Computed.
 
     With `finish` in mode generate and decode, the request's blocks are already free and the id
-    forgotten.
-    In mode prefill they stay held until `drop`. The timings are set with a request's first tokens.
+    forgotten. In mode prefill they stay held until `drop`. The timings are set with a request's
+    first tokens.
     """
 
     id: RequestId
@@ -56,12 +54,17 @@ class Produced:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Mode prefill: KV of the prompt's first `num_tokens` positions is final, in `blocks` (in
-    prompt order)."""
+    """Mode prefill: KV of the prompt's first `num_tokens` positions is final in the model's first
+    `layers` layers, in `blocks` (in prompt order).
+
+    With fewer layers than the model has, the step is still under way; the same again with more
+    layers follows. Steps before it are final in all layers.
+    """
 
     id: RequestId
     num_tokens: int
     blocks: tuple[int, ...]
+    layers: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,8 +242,9 @@ class Engine:
         assert probe.stats().device_blocks_held == 0
 
     def _new_stepper(self, prefix_cache: bool) -> Stepper:
+        pools, runner = self._pool_map, self._runner
         return Stepper(
-            self._pool_map.num_blocks, self._limits, prefix_cache, self._bounds, self._runner
+            pools.num_blocks, self._limits, prefix_cache, self._bounds, pools.model, runner
         )
 
 

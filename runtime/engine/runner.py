@@ -6,6 +6,7 @@ oracle of the native one and serves devices that have no native one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from runtime.engine.sequence import Work
 from runtime.errors import RankError
 from runtime.kv.pool import KvPool
 from runtime.models.decoder import Decoder
+
+OnLayers = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,25 @@ class Runner:
     def block_size(self) -> int:
         return self.pool.layout.block_size
 
-    def run(self, work: Items[Work]) -> Tensor:
-        """Computes the work's KV; float32 logits, one row for each work that samples, in order."""
-        return self.compute(chunks_of(work, self.block_size))
+    def run(self, work: Items[Work], on_layers: OnLayers) -> Tensor:
+        """Computes the work's KV; float32 logits, one row for each work that samples, in order.
+
+        On a CPU calls `on_layers(n)` once the KV is final in the first n layers, for each n but the
+        last. A GPU is still at work when this thread has given it all layers.
+        """
+        return self.compute(chunks_of(work, self.block_size), on_layers)
 
     @torch.inference_mode()
-    def compute(self, chunks: Items[Chunk]) -> Tensor:
+    def compute(self, chunks: Items[Chunk], on_layers: OnLayers | None = None) -> Tensor:
         """As `run`."""
-        batch = build_batch(chunks, self.block_size, self._decoder.device)
+        device = self._decoder.device
+        batch = build_batch(chunks, self.block_size, device)
+        told = on_layers if device.type == "cpu" else None
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            # The layer before ended in a sum over all ranks: they are done with its KV, too.
+            if told and layer:
+                told(layer)
             cache = self.pool.layers[layer]  # [blocks, 2, kv_heads, tokens, head_dim]
             cache[batch.block_of, :, :, batch.slot_of] = kv
             if self._native:
@@ -103,12 +115,12 @@ class LeadingRunner:
         self._runner = runner
         self._links = links
 
-    def run(self, work: Items[Work]) -> Tensor:
+    def run(self, work: Items[Work], on_layers: OnLayers) -> Tensor:
         """Raises RankError whatever goes wrong: the ranks are then no longer at the same step."""
         chunks = chunks_of(work, self._runner.block_size)
         try:
             self._links.compute(Step(chunks))
-            return self._runner.compute(chunks)
+            return self._runner.compute(chunks, on_layers)
         except Exception as e:
             first_line = str(e).partition("\n")[0]
             raise RankError(f"a step of the ranks failed: {first_line}") from e

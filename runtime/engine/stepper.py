@@ -24,12 +24,14 @@ from runtime.engine.contract import (
     Produced,
     SwapOut,
 )
+from runtime.engine.early import leaves_after
 from runtime.engine.finish import finish_reason
 from runtime.engine.sampler import is_plain, sample
 from runtime.engine.scheduler import Limits, Plan, Scheduler
 from runtime.engine.sequence import Sequence, Work
 from runtime.errors import RankError
 from runtime.kv.cache import BlockCache, Claim
+from runtime.kv.layout import KvLayout
 from runtime.kv.prefix import block_hashes
 from runtime.protocol import FinishReason, OutputToken, RequestId
 
@@ -39,8 +41,12 @@ log = logging.getLogger(__name__)
 class ModelRunner(Protocol):
     """What a step needs of the model; tests put a small fake here."""
 
-    def run(self, work: list[Work]) -> Tensor:
-        """Computes the work's KV. Logits [n, vocab]: a row for each work that samples, in order."""
+    def run(self, work: list[Work], on_layers: Callable[[int], None]) -> Tensor:
+        """Computes the work's KV. Logits [n, vocab]: a row for each work that samples, in order.
+
+        May call `on_layers(n)`, for n below the model's layers and rising, once the work's KV is
+        final in the first n layers.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class Stepper:
         limits: Limits,
         prefix_cache: bool,
         bounds: Bounds,
+        layout: KvLayout,
         runner: ModelRunner,
     ) -> None:
         self._cache = BlockCache(num_blocks)
@@ -69,6 +76,7 @@ class Stepper:
         self._prefix_cache = prefix_cache
         self._block_size = limits.block_size
         self._bounds = bounds
+        self._layout = layout
         self._eos: Collection[int] = frozenset(bounds.eos_token_ids)
         self._runner = runner
         self._arrivals = 0
@@ -158,7 +166,7 @@ class Stepper:
         self._announce(plan)
         flush()
         if plan.work:
-            self._postprocess(self._run(plan.work))
+            self._postprocess(self._run(plan.work, flush))
             self._counters["steps"] += 1
         return bool(plan.work or plan.adopted or plan.leaving)
 
@@ -177,10 +185,12 @@ class Stepper:
         for sequence in plan.cached:
             self._tell_computed(sequence)
 
-    def _run(self, works: list[Work]) -> list[tuple[Work, Tensor | None]]:
+    def _run(
+        self, works: list[Work], flush: Callable[[], None]
+    ) -> list[tuple[Work, Tensor | None]]:
         """The work that was done, with its row of logits if it samples."""
         try:
-            rows = iter(self._runner.run(works))
+            rows = iter(self._runner.run(works, lambda n: self._tell_layers(works, n, flush)))
             return [(work, next(rows) if work.samples else None) for work in works]
         except RankError:
             raise
@@ -188,7 +198,7 @@ class Stepper:
         except Exception as e:
             if len(works) > 1:
                 log.warning("a step of %d requests failed (%s): trying each alone", len(works), e)
-                return [done for work in works for done in self._run([work])]
+                return [done for work in works for done in self._run([work], flush)]
             log.exception("request %s: the model failed", works[0].sequence.id)
             self._fail(works[0].sequence, f"the model failed: {type(e).__name__}")
             return []
@@ -255,7 +265,21 @@ class Stepper:
         if sequence.mode == "prefill":
             tokens = sequence.num_computed
             blocks = self._blocks_of(sequence, tokens)
-            self._events.append(Computed(sequence.id, tokens, blocks))
+            self._events.append(Computed(sequence.id, tokens, blocks, self._layout.num_layers))
+
+    def _tell_layers(self, works: list[Work], layers: int, flush: Callable[[], None]) -> None:
+        """In the middle of a step: what may leave already."""
+        layer_bytes = self._layout.token_bytes // self._layout.num_layers
+        for work in works:
+            sequence = work.sequence
+            if sequence.mode == "prefill" and leaves_after(
+                layers, self._layout.num_layers, work.count * layer_bytes
+            ):
+                tokens = sequence.num_computed + work.count
+                blocks = self._blocks_of(sequence, tokens)
+                self._events.append(Computed(sequence.id, tokens, blocks, layers))
+        if self._events:
+            flush()
 
     def _blocks_of(self, sequence: Sequence, tokens: int) -> tuple[int, ...]:
         return tuple(sequence.blocks[: -(-tokens // self._block_size)])

@@ -117,18 +117,25 @@ class KvLayout:
             "kv_dtype": self.dtype,
         }
 
-    def block_runs(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> NDArray[np.int64]:
-        """Runs that copy src_blocks[i] to dst_blocks[i], as `copy_runs` takes them: int64 (n, 3).
+    def block_runs(
+        self, src_blocks: Sequence[int], dst_blocks: Sequence[int], layers: range | None = None
+    ) -> NDArray[np.int64]:
+        """Runs that copy src_blocks[i] to dst_blocks[i], as `copy_runs` takes them: int64 (n, 3);
+        some neighbouring layers only, if they are given.
 
         Neighbours that are consecutive on both sides become one run.
         """
+        layers = layers or range(self.num_layers)
         src = np.asarray(src_blocks, dtype=np.int64)
         dst = np.asarray(dst_blocks, dtype=np.int64)
         if src.shape != dst.shape or src.ndim != 1:
             raise ValueError(f"{src.size} source blocks for {dst.size} destination blocks")
-        lengths = np.full(src.shape, self.block_bytes, dtype=np.int64)
+        first = layers.start * self.layer_stride
+        lengths = np.full(src.shape, len(layers) * self.layer_stride, dtype=np.int64)
         return merge_runs(
-            np.stack([src * self.block_bytes, dst * self.block_bytes, lengths], axis=1)
+            np.stack(
+                [src * self.block_bytes + first, dst * self.block_bytes + first, lengths], axis=1
+            )
         )
 
 
@@ -211,23 +218,28 @@ class PoolMap:
     def nbytes(self) -> int:
         return self.tp_size * self.rank_stride
 
-    def gather(self, pool_blocks: Sequence[int], whole: Sequence[int]) -> NDArray[np.int64]:
-        """Runs from the pools into whole blocks, for pool_blocks[i] -> whole[i].
+    def gather(
+        self, pool_blocks: Sequence[int], whole: Sequence[int], layers: range | None = None
+    ) -> NDArray[np.int64]:
+        """Runs from the pools into whole blocks, for pool_blocks[i] -> whole[i]; of some
+        neighbouring layers only, if they are given.
 
         They fill whole[0], then whole[1] and so on, each from its first to its last byte.
         """
+        layers = layers or range(self.model.num_layers)
         if self.tp_size == 1:
-            return self.model.block_runs(pool_blocks, whole)
+            return self.model.block_runs(pool_blocks, whole, layers)
         ranks = [self._giver(head) for head in range(self.model.num_kv_heads)]
         givers = [rank for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1]]
-        pool, blocks, lengths = self._parts(givers, pool_blocks, whole)
+        pool, blocks, lengths = self._parts(givers, pool_blocks, whole, layers)
         return merge_runs(np.stack([pool, blocks, lengths], axis=1))
 
     def scatter(self, whole: Sequence[int], pool_blocks: Sequence[int]) -> NDArray[np.int64]:
         """Runs from whole blocks into the pool of every rank, for whole[i] -> pool_blocks[i]."""
         if self.tp_size == 1:
             return self.model.block_runs(whole, pool_blocks)
-        pool, blocks, lengths = self._parts(range(self.tp_size), pool_blocks, whole)
+        layers = range(self.model.num_layers)
+        pool, blocks, lengths = self._parts(range(self.tp_size), pool_blocks, whole, layers)
         return merge_runs(np.stack([blocks, pool, lengths], axis=1))
 
     def _giver(self, head: int) -> int:
@@ -239,7 +251,11 @@ class PoolMap:
         return head * replicas + head % replicas
 
     def _parts(
-        self, ranks: Iterable[int], pool_blocks: Sequence[int], whole: Sequence[int]
+        self,
+        ranks: Iterable[int],
+        pool_blocks: Sequence[int],
+        whole: Sequence[int],
+        layers: range,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Offsets in the pools, offsets in whole blocks, lengths: block by block, layer by layer,
         K before V, rank by rank.
@@ -250,16 +266,16 @@ class PoolMap:
         heads = [(rank, self.shard(rank).heads(self.model.num_kv_heads).start) for rank in ranks]
         pools = np.array([rank * self.rank_stride for rank, _ in heads], dtype=np.int64)
         firsts = np.array([head * stride for _, head in heads], dtype=np.int64)
-        inner = _layer_offsets(own, pool_blocks)[..., None] + pools
-        outer = _layer_offsets(self.model, whole)[..., None] + firsts
+        inner = _layer_offsets(own, pool_blocks, layers)[..., None] + pools
+        outer = _layer_offsets(self.model, whole, layers)[..., None] + firsts
         lengths = np.full(inner.size, own.kv_stride, dtype=np.int64)
         return inner.ravel(), outer.ravel(), lengths
 
 
-def _layer_offsets(layout: KvLayout, blocks: Sequence[int]) -> NDArray[np.int64]:
-    """Where K and V of each layer start in each block: int64 (blocks, layers, 2)."""
+def _layer_offsets(layout: KvLayout, blocks: Sequence[int], layers: range) -> NDArray[np.int64]:
+    """Where K and V of each of the layers start in each block: int64 (blocks, layers, 2)."""
     block = np.asarray(blocks, dtype=np.int64) * layout.block_bytes
-    layer = np.arange(layout.num_layers, dtype=np.int64) * layout.layer_stride
+    layer = np.asarray(layers, dtype=np.int64) * layout.layer_stride
     kv = np.arange(2, dtype=np.int64) * layout.kv_stride
     offsets: NDArray[np.int64] = block[:, None, None] + layer[None, :, None] + kv[None, None, :]
     return offsets

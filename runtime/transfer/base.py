@@ -2,9 +2,9 @@
 buffer.
 
 A Sender and a Receiver belong to one session between one prefill and one decode instance. Blocks of
-a nonce are put in the order in which they were reserved, whole blocks at a time; of one block there
-may be several runs, from its first to its last byte. tests/contract/ holds every transport to this
-file.
+a nonce become whole in the order in which they were reserved. Each of their bytes is put once, in
+as many puts and runs as the sender likes, such as some layers of many blocks. tests/contract/ holds
+every transport to this file.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Sender(ABC):
     """
 
     @abstractmethod
-    def put(self, nonce: int, source: Region, runs: Runs) -> int:
+    def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
         """Copy or send the runs; blocks, with the interpreter lock released. One thread at a time.
+        `whole`: how many of the nonce's first blocks have all their bytes with this put.
 
         Returns the bytes. Raises TransferError; whether or not it does, this put writes nothing
         afterwards.

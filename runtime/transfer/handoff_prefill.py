@@ -221,32 +221,40 @@ class PrefillHandoff:
 
     def _on_computed(self, outgoing: Outgoing, event: Computed) -> None:
         """Put what is final and not there yet: full blocks while the prompt is under way, the last
-        partial one at its end. Blocks are counted from the first that decode asks for.
+        partial one at its end; of a step under way the layers that are done. Blocks are counted
+        from the first that decode asks for.
         """
         message, session = outgoing.message, outgoing.session
-        have = message.have_blocks
-        done = event.num_tokens >= len(message.prompt)
+        have, num_layers = message.have_blocks, self._layout.num_layers
+        step_over = event.layers == num_layers
         stop = event.num_tokens // self._layout.block_size - have
-        if done:
+        if event.num_tokens >= len(message.prompt):
             stop = len(message.blocks)
-            if not stop:
+            if not stop and step_over:
                 self._on_all_put(outgoing)
-        start = outgoing.queued
-        if stop <= start:
+        start, layers = outgoing.queued, range(outgoing.queued_layers, event.layers)
+        # A step that failed and is tried again tells the same layers again.
+        if stop <= start or not layers:
             return
-        outgoing.queued = stop
-        cuts = split_blocks(start, stop, self._layout.block_bytes)
+        outgoing.queued = stop if step_over else start
+        outgoing.queued_layers = 0 if step_over else event.layers
+        cuts = split_blocks(start, stop, len(layers) * self._layout.layer_stride)
         sender, copies = session.sender, self._engine.copies
         assert sender is not None
 
         def piece(at: int, end: int) -> None:
             source = event.blocks[have + at : have + end]
-            runs = self._engine.pool_map.gather(source, message.blocks[at:end])
-            outgoing.nbytes += pool_put(sender, copies, message.nonce, runs)
+            runs = self._engine.pool_map.gather(source, message.blocks[at:end], layers)
+            whole = end if step_over else start
+            outgoing.nbytes += pool_put(sender, copies, message.nonce, runs, whole)
+
+        def on_piece(done: int) -> None:
+            if step_over:
+                self._on_put(outgoing, cuts[done - 1][1])
 
         copy = Copy(
             [partial(piece, at, end) for at, end in cuts],
-            lambda done: self._on_put(outgoing, cuts[done - 1][1]),
+            on_piece,
             lambda error: self._on_put_end(outgoing, copy, error),
         )
         outgoing.copies.add(copy)

@@ -37,10 +37,10 @@ def test_pieces(test: PathTest, sender: Sender, engine: EngineControl) -> list[P
         some = blocks[start:stop]
         if test.pattern:
             memory = Region(ctypes.addressof(data), size)
-            sender.put(test.nonce, memory, layout.block_runs([0] * len(some), some))
+            sender.put(test.nonce, memory, layout.block_runs([0] * len(some), some), stop)
         else:
             runs = engine.pool_map.gather(source[start:stop], some)
-            pool_put(sender, engine.copies, test.nonce, runs)
+            pool_put(sender, engine.copies, test.nonce, runs, stop)
 
     cuts = split_blocks(0, len(blocks), layout.block_bytes)
     return [partial(piece, start, stop) for start, stop in cuts]

@@ -136,7 +136,7 @@ class ReceiverPaths:
         if welcome.path == "rdma":
             if offer is None or welcome.rdma is None:
                 raise LinkClosed("welcomed over rdma, with an end missing")
-            return RdmaReceiver(offer, welcome.rdma, self._buffer.block_bytes, events)
+            return RdmaReceiver(offer, welcome.rdma, events)
         buffer = self._buffer
         async with contextlib.AsyncExitStack() as dialled, asyncio.timeout(CONNECT_S):
             with contextlib.ExitStack() as joined:

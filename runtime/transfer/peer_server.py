@@ -222,7 +222,7 @@ class PeerServer:
             await link.drain()
         session.joined.append(detach(writer.get_extra_info("socket").fileno()))
         if len(session.joined) == session.streams:
-            session.sender = TcpSender(session.joined, self._local.block_bytes)
+            session.sender = TcpSender(session.joined)
 
     async def _plain(
         self, first: HelloPlain, link: Link[PeerRequest], writer: asyncio.StreamWriter

@@ -8,16 +8,17 @@ from runtime.kv.copies import PoolCopies
 from runtime.transfer.base import Runs, Sender
 
 
-def pool_put(sender: Sender, copies: PoolCopies, nonce: int, runs: Runs) -> int:
+def pool_put(sender: Sender, copies: PoolCopies, nonce: int, runs: Runs, whole: int) -> int:
     """As `Sender.put` from the pool: by itself where the CPU reaches the pool; else straight from
     the GPU to where the sender writes, or by way of pinned memory.
     """
     if copies.host is not None:
-        return sender.put(nonce, copies.host, runs)
+        return sender.put(nonce, copies.host, runs, whole)
     if (target := sender.target()) is not None:
         return copies.out(target, runs)
     lengths = runs[:, 2]
     at = np.cumsum(lengths) - lengths
     staging = copies.staging(int(lengths.sum()))
     copies.out(staging, np.stack([runs[:, 0], at, lengths], axis=1))
-    return sender.put(nonce, staging, np.stack([at, runs[:, 1], lengths], axis=1))
+    staged = np.stack([at, runs[:, 1], lengths], axis=1)
+    return sender.put(nonce, staging, staged, whole)

@@ -32,9 +32,11 @@ class Outgoing:
     engine_id: RequestId
     deadline: asyncio.TimerHandle | None = None
     queued: int = 0
-    """The first blocks that were given to the lane,"""
+    """The first blocks that were given to the lane in all layers,"""
+    queued_layers: int = 0
+    """and of the next ones, which a step under way computes, the first layers."""
     put: int = 0
-    """that are put."""
+    """The first blocks that are put."""
     nbytes: int = 0
     """What the puts have returned; counted on the lane's thread."""
     copies: set[Copy] = field(default_factory=set)

@@ -1,9 +1,9 @@
 """Transport over RDMA: prefill writes into decode's buffer, with neither CPU on the way.
 
-One reliable connection per session. A put is one-sided writes, then a message {nonce, bytes} that
-the receiver gets after them; the put ends when the peer's port has acknowledged all of it. Decode's
-fence is its own queue pair: once that is destroyed, nothing of the session is written any more. A
-single nonce has no fence but its terminal message.
+One reliable connection per session. A put is one-sided writes, then a message {nonce, whole blocks}
+that the receiver gets after them; the put ends when the peer's port has acknowledged all of it.
+Decode's fence is its own queue pair: once that is destroyed, nothing of the session is written any
+more. A single nonce has no fence but its terminal message.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class RdmaSender(Sender):
         self._poll = select.poll()
         self._poll.register(self._queue.fd, select.POLLIN)
 
-    def put(self, nonce: int, source: Region, runs: Runs) -> int:
+    def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
         _check(runs, source.nbytes, self._peer_bytes)
         nbytes = int(runs[:, 2].sum())
         writes = self._writes(source, runs)
         try:
             with self._adapter.local_key(source) as key:
                 self._write(writes, key)
-                self._announce(nonce, nbytes)
+                self._announce(nonce, whole)
                 self._wait(self._posted)
         except TransferError as e:
             self._break(str(e))
@@ -125,8 +125,8 @@ class RdmaSender(Sender):
                 self._posted += len(batch)
                 self._queue.write(batch, keys, self._posted)
 
-    def _announce(self, nonce: int, nbytes: int) -> None:
-        _LANDED.pack_into(self._words, 0, nonce, nbytes)
+    def _announce(self, nonce: int, whole: int) -> None:
+        _LANDED.pack_into(self._words, 0, nonce, whole)
         source = (ctypes.addressof(self._words), RECEIVE_BYTES, self._words_memory.lkey)
         with self._lock:
             self._check_open()
@@ -167,11 +167,11 @@ class RdmaSender(Sender):
 
 
 class _Landing:
-    __slots__ = ("expected", "received")
+    __slots__ = ("expected", "whole")
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self.received = 0
+        self.whole = 0
 
 
 class RdmaOffer:
@@ -194,11 +194,8 @@ class RdmaReceiver(Receiver):
 
     path = "rdma"
 
-    def __init__(
-        self, offer: RdmaOffer, peer: RdmaEnd, block_bytes: int, events: ReceiverEvents
-    ) -> None:
+    def __init__(self, offer: RdmaOffer, peer: RdmaEnd, events: ReceiverEvents) -> None:
         """Raises TransferError when the peer cannot be reached; the offer is closed then."""
-        self._block_bytes = block_bytes
         self._events = events
         self._lock = threading.Lock()
         """Of the live nonces, and of the queue pair's end."""
@@ -221,12 +218,12 @@ class RdmaReceiver(Receiver):
 
     def expect(self, nonce: int, blocks: tuple[int, ...]) -> None:
         with self._lock:
-            self._live[nonce] = _Landing(len(blocks) * self._block_bytes)
+            self._live[nonce] = _Landing(len(blocks))
 
     def landed(self, nonce: int, reported: int) -> int:
         with self._lock:
             landing = self._live.get(nonce)
-            return landing.received // self._block_bytes if landing else 0
+            return landing.whole if landing else 0
 
     def revoke(self, nonce: int) -> bool:
         with self._lock:
@@ -293,7 +290,7 @@ class RdmaReceiver(Receiver):
             raise TransferError(completion.error)
         if completion.nbytes != RECEIVE_BYTES:
             raise TransferError(f"a message of {completion.nbytes} bytes")
-        nonce, nbytes = _LANDED.unpack_from(self._words, completion.tag * RECEIVE_BYTES)
+        nonce, whole = _LANDED.unpack_from(self._words, completion.tag * RECEIVE_BYTES)
         with self._lock:
             if self._gone:
                 return
@@ -301,12 +298,13 @@ class RdmaReceiver(Receiver):
             landing = self._live.get(nonce)
             if landing is None:
                 return  # revoked, and crossed by its last put
-            landing.received += nbytes
-            wrong = nbytes % self._block_bytes or landing.received > landing.expected
+            wrong = not landing.whole <= whole <= landing.expected
             if wrong:
                 del self._live[nonce]
+            else:
+                landing.whole = whole
         if wrong:
-            why = f"{nbytes} bytes are not the next whole blocks of its reservation"
+            why = f"{whole} whole blocks after {landing.whole}, of {landing.expected}"
             _log.error("put for nonce %d refused: %s", nonce, why)
             self._events.post(lambda: self._events.on_refused(nonce, why))
         else:

@@ -33,7 +33,7 @@ class ShmSender(Sender):
         except (OSError, ValueError) as e:
             raise TransferError(f"segment {name}: {e}") from e
 
-    def put(self, nonce: int, source: Region, runs: Runs) -> int:
+    def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
         return copy_region(self.target(), source, runs)
 
     def target(self) -> Region:

@@ -2,9 +2,9 @@
 buffer.
 
 Usually one connection; several where one core cannot fill the wire, and then a large put is split
-among them. The receiver trusts no offset: runs must be whole blocks of a live nonce's reservation,
-each block once; anything else is thrown away. Bytes are written by `Landing.receive` only as long
-as the landing is open, so `revoke` is a fence the moment it returns and tcp needs no quarantine.
+among them. The receiver trusts no offset: runs must lie in blocks of a live nonce's reservation,
+each byte once; anything else is thrown away. Bytes are written by `Landing.receive` only as long as
+the landing is open, so `revoke` is a fence the moment it returns and tcp needs no quarantine.
 """
 
 from __future__ import annotations
@@ -71,18 +71,17 @@ class TcpSender(Sender):
     path = "tcp"
     put_lands = False
 
-    def __init__(self, socks: Sequence[socket.socket], block_bytes: int) -> None:
+    def __init__(self, socks: Sequence[socket.socket]) -> None:
         stall = struct.pack("@ll", int(STALL_S), int(STALL_S % 1 * 1e6))  # struct timeval
         for sock in socks:
             _prepare(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stall)
         self._socks = tuple(socks)
-        self._block_bytes = block_bytes
         self._broken = False
         # Starts its threads when they are first needed.
         self._others = concurrent.futures.ThreadPoolExecutor(len(socks), "kv-tcp-send")
 
-    def put(self, nonce: int, source: Region, runs: Runs) -> int:
+    def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
         if self._broken:
             raise TransferError("the data connection is closed")
         parts = self._parts(runs)
@@ -99,13 +98,12 @@ class TcpSender(Sender):
         return int(runs[:, 2].sum())
 
     def _parts(self, runs: Runs) -> list[Runs]:
-        """The runs, cut at whole blocks into as many parts as there are streams worth using."""
+        """The runs, cut into as many equal parts as there are streams worth using."""
         nbytes = int(runs[:, 2].sum())
-        count = min(len(self._socks), nbytes // _MIN_PART, nbytes // self._block_bytes)
+        count = min(len(self._socks), nbytes // _MIN_PART)
         if count < 2:
             return [runs]
-        blocks = nbytes // self._block_bytes
-        cuts = [blocks * i // count * self._block_bytes for i in range(count + 1)]
+        cuts = [nbytes * i // count for i in range(count + 1)]
         return [_part(runs, start, stop) for start, stop in pairwise(cuts)]
 
     def _send(self, sock: socket.socket, nonce: int, source: Region, runs: Runs) -> None:

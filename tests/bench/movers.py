@@ -53,11 +53,13 @@ def serve(move: Callable[[], int]) -> None:
 # ---- ours ----------------------------------------------------------------------------------------
 
 
-def piece_runs(blocks: int, size: int) -> list[Runs]:
-    """As the hand-over puts them: pieces of about 4 MiB, neighbours joined."""
+def piece_runs(blocks: int, size: int) -> list[tuple[Runs, int]]:
+    """As the hand-over puts them: pieces of about 4 MiB, neighbours joined; with each, how many
+    blocks are whole after it.
+    """
     source, target = places(blocks)
     rows = np.array([source, target, [1] * blocks], dtype=np.int64).T * size
-    return [merge_runs(rows[a:b]) for a, b in split_blocks(0, blocks, size)]
+    return [(merge_runs(rows[a:b]), b) for a, b in split_blocks(0, blocks, size)]
 
 
 def send_ours(sender: Sender, blocks: int, size: int) -> None:
@@ -65,7 +67,7 @@ def send_ours(sender: Sender, blocks: int, size: int) -> None:
     source, pieces = Region(data.ctypes.data, data.nbytes), piece_runs(blocks, size)
     say(ready=True)
     for nonce, _ in enumerate(sys.stdin, start=1):
-        say(moved=sum(sender.put(nonce, source, runs) for runs in pieces))
+        say(moved=sum(sender.put(nonce, source, runs, whole) for runs, whole in pieces))
 
 
 def shm_receiver(blocks: int, size: int, **_: Any) -> None:
@@ -104,7 +106,7 @@ def tcp_receiver(blocks: int, size: int, streams: int = 1, **_: Any) -> None:
 
 def tcp_sender(blocks: int, size: int, port: int, streams: int = 1, **_: Any) -> None:
     socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
-    send_ours(TcpSender(socks, size), blocks, size)
+    send_ours(TcpSender(socks), blocks, size)
 
 
 # ---- limits --------------------------------------------------------------------------------------

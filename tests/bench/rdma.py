@@ -75,7 +75,8 @@ class Ours:
             self.rig.receiver.expect(self.nonce, tuple(blocks))
             for at in range(0, BLOCKS, per_put):
                 part = blocks[at : at + per_put]
-                self.rig.sender.put(self.nonce, self.rig.source, block_runs(part, part, SIZE))
+                runs, whole = block_runs(part, part, SIZE), at + len(part)
+                self.rig.sender.put(self.nonce, self.rig.source, runs, whole)
             nonce = self.nonce
             eventually(lambda: self.rig.receiver.landed(nonce, 0) == BLOCKS)  # noqa: B023
             self.rig.receiver.revoke(nonce)

@@ -56,7 +56,7 @@ def test_bytes_arrive_exactly_and_nowhere_else(rig: Rig, seed: int) -> None:
     while at < count:
         end = min(count, at + rng.randrange(1, 9))
         runs = block_runs(source[at:end], target[at:end], rig.size)
-        assert rig.sender.put(1, rig.source, runs) == (end - at) * rig.size
+        assert rig.sender.put(1, rig.source, runs, end) == (end - at) * rig.size
         at = end
     all_landed(rig, 1, count)
     assert rig.bytes_of(target) == rig.pool_bytes(source)
@@ -66,7 +66,7 @@ def test_bytes_arrive_exactly_and_nowhere_else(rig: Rig, seed: int) -> None:
 def test_merged_runs(rig: Rig) -> None:
     rig.receiver.expect(1, tuple(range(4, 20)))
     runs = np.array([[0, 4, 10], [20, 14, 6]], dtype=np.int64) * rig.size
-    rig.sender.put(1, rig.source, runs)
+    rig.sender.put(1, rig.source, runs, 16)
     all_landed(rig, 1, 16)
     assert rig.bytes_of(list(range(4, 20))) == rig.pool_bytes([*range(10), *range(20, 26)])
 
@@ -79,20 +79,40 @@ def test_blocks_gathered_from_many_places(rig: Rig) -> None:
     places = [block * rig.size + n * part for block in target for n in range(6)]
     runs = np.array([(s * part, at, part) for s, at in zip(parts, places, strict=True)])
     rig.receiver.expect(1, tuple(target))
-    for some in (runs[:18], runs[18:]):
-        rig.sender.put(1, rig.source, some)
+    for some, whole in ((runs[:18], 3), (runs[18:], 5)):
+        rig.sender.put(1, rig.source, some, whole)
     all_landed(rig, 1, 5)
     wanted = b"".join(rig.pool[s * part : (s + 1) * part].tobytes() for s in parts)
     assert rig.bytes_of(target) == wanted
     assert not rig.refused
 
 
+def test_some_layers_of_many_blocks_at_a_time(rig: Rig) -> None:
+    """Blocks are whole, and so landed, only with the last part of each."""
+    target, part = [9, 10, 3, 31, 0, 12], rig.size // 3
+    source = random.Random(3).sample(range(rig.blocks), 6)
+    rig.receiver.expect(1, tuple(target))
+    seen = []
+    for blocks, whole in ((slice(0, 4), 4), (slice(4, 6), 6)):
+        for n in range(3):
+            pairs = zip(source[blocks], target[blocks], strict=True)
+            rows = [(s * rig.size + n * part, t * rig.size + n * part, part) for s, t in pairs]
+            before = 0 if whole == 4 else 4
+            done = whole if n == 2 else before
+            rig.sender.put(1, rig.source, np.array(rows, dtype=np.int64), done)
+            all_landed(rig, 1, done)
+            seen.append(rig.receiver.landed(1, done))
+    assert seen == [0, 0, 4, 4, 4, 6]
+    assert rig.bytes_of(target) == rig.pool_bytes(source)
+    assert not rig.refused
+
+
 def test_reservations_do_not_mix(rig: Rig) -> None:
     rig.receiver.expect(1, (0, 1, 2))
     rig.receiver.expect(2, (7, 6))
-    rig.sender.put(1, rig.source, block_runs([0, 1], [0, 1], rig.size))
-    rig.sender.put(2, rig.source, block_runs([5, 4], [7, 6], rig.size))
-    rig.sender.put(1, rig.source, block_runs([2], [2], rig.size))
+    rig.sender.put(1, rig.source, block_runs([0, 1], [0, 1], rig.size), 2)
+    rig.sender.put(2, rig.source, block_runs([5, 4], [7, 6], rig.size), 2)
+    rig.sender.put(1, rig.source, block_runs([2], [2], rig.size), 3)
     all_landed(rig, 1, 3)
     all_landed(rig, 2, 2)
     assert rig.bytes_of([0, 1, 2, 7, 6]) == rig.pool_bytes([0, 1, 2, 5, 4])
@@ -108,7 +128,7 @@ def test_a_run_outside_of_the_source_is_refused(rig: Rig, run: tuple[int, int, i
     before = rig.bytes_of()
     rig.receiver.expect(1, (0,))
     with pytest.raises(TransferError):
-        rig.sender.put(1, rig.source, np.array([run], dtype=np.int64))
+        rig.sender.put(1, rig.source, np.array([run], dtype=np.int64), 0)
     assert rig.bytes_of() == before
 
 
@@ -118,11 +138,11 @@ def test_a_run_outside_of_the_buffer_writes_nothing(rig: Rig, target: int) -> No
     rig.receiver.expect(1, (0, 1))
     runs = block_runs([0, 1], [0, target], rig.size)
     if rig.kind == "tcp":
-        rig.sender.put(1, rig.source, runs)
+        rig.sender.put(1, rig.source, runs, 2)
         eventually(lambda: rig.refused)
     else:
         with pytest.raises(TransferError):
-            rig.sender.put(1, rig.source, runs)
+            rig.sender.put(1, rig.source, runs, 2)
     assert rig.bytes_of() == before
 
 
@@ -132,7 +152,7 @@ def test_an_aborted_sender_puts_nothing(rig: Rig) -> None:
     rig.sender.abort()
     for _ in range(2):
         with pytest.raises(TransferError):
-            rig.sender.put(1, rig.source, block_runs([0], [0], rig.size))
+            rig.sender.put(1, rig.source, block_runs([0], [0], rig.size), 1)
     assert rig.bytes_of() == before
 
 
@@ -152,7 +172,7 @@ def test_nothing_changes_behind_a_fence(kind: str) -> None:
         nonce = 1
         while not stop.is_set():
             for b in range(count):
-                rig.sender.put(nonce, rig.source, block_runs([b], [b], rig.size))
+                rig.sender.put(nonce, rig.source, block_runs([b], [b], rig.size), b + 1)
 
     thread = threading.Thread(target=put)
     rig.receiver.expect(1, tuple(range(count)))
@@ -186,7 +206,7 @@ def test_a_closed_receiver_is_written_no_more_or_says_so(rig: Rig) -> None:
     before = rig.bytes_of()
     with pytest.raises(TransferError):
         for _ in range(1000):
-            rig.sender.put(1, rig.source, block_runs([0], [0], rig.size))
+            rig.sender.put(1, rig.source, block_runs([0], [0], rig.size), 1)
     assert rig.bytes_of() == before
 
 

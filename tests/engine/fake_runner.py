@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ class FakeRunner:
 
     block_size: int
     budget: int = 1 << 30
+    num_layers: int = 1
     cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     fails: set[str] = field(default_factory=set)
     """Ids whose work raises."""
@@ -55,7 +56,7 @@ class FakeRunner:
             cell = (blocks[position // self.block_size], position % self.block_size)
             assert self.cells[cell] == (tokens[position], position)
 
-    def run(self, work: list[Work]) -> Tensor:
+    def run(self, work: list[Work], on_layers: Callable[[int], None]) -> Tensor:
         assert work and sum(item.count for item in work) <= self.budget
         assert len({item.sequence.id for item in work}) == len(work)
         rows = []
@@ -71,4 +72,6 @@ class FakeRunner:
                 row = torch.zeros(VOCAB)
                 row[next_token(sequence.tokens)] = torch.nan if sequence.id in self.nan else 1.0
                 rows.append(row)
+        for n in range(1, self.num_layers):
+            on_layers(n)
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)

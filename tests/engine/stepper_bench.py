@@ -9,6 +9,7 @@ from runtime.engine.contract import Adopted, EngineEvent, EngineRequest, Mode, P
 from runtime.engine.finish import finish_reason
 from runtime.engine.scheduler import Limits
 from runtime.engine.stepper import Bounds, Stepper
+from runtime.kv.layout import KvLayout
 from runtime.protocol import FinishReason, RequestId, SamplingParams
 from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, next_token
 
@@ -25,14 +26,18 @@ class Bench:
     max_num_seqs: int = 8
     max_queued: int = 100
     prefix_cache: bool = True
+    num_layers: int = 1
     events: list[EngineEvent] = field(default_factory=list)
     saved: dict[RequestId, list[tuple[int, int] | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.runner = FakeRunner(self.block_size, self.budget)
+        self.runner = FakeRunner(self.block_size, self.budget, self.num_layers)
         bounds = Bounds(CONTEXT, self.num_blocks * self.block_size, VOCAB, (EOS,))
         limits = Limits(self.block_size, self.budget, self.max_num_seqs, self.max_queued)
-        self.stepper = Stepper(self.num_blocks, limits, self.prefix_cache, bounds, self.runner)
+        layout = KvLayout(self.num_layers, 1, 1, self.block_size, "float32")
+        self.stepper = Stepper(
+            self.num_blocks, limits, self.prefix_cache, bounds, layout, self.runner
+        )
 
     def submit(
         self, name: str, prompt: list[int], mode: Mode = "generate", **params: Any

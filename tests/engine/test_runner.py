@@ -38,6 +38,10 @@ def runner(request: pytest.FixtureRequest, decoder: Decoder) -> Iterator[Runner]
     yield Runner(decoder, pool, threads=1, native=request.param == "native")
 
 
+def run(runner: Runner, work: list[Work]) -> Tensor:
+    return runner.run(work, lambda _: None)
+
+
 def sequence(tokens: list[int], first_block: int) -> Sequence:
     params = SamplingParams(max_tokens=1)
     made = Sequence.of(EngineRequest(RequestId("x"), tuple(tokens), params, "generate"), 0, 999, 0)
@@ -70,7 +74,7 @@ def test_chunks_make_no_difference(runner: Runner, decoder: Decoder, chunks: lis
     tokens = tokens_of(45, seed=0)
     one = sequence(tokens, 3)
     for count in chunks:
-        rows = runner.run([Work(one, count)])
+        rows = run(runner, [Work(one, count)])
         one.num_computed += count
     torch.testing.assert_close(rows[0], expected(decoder, tokens), rtol=1e-4, atol=1e-4)
 
@@ -79,13 +83,13 @@ def test_a_mixed_batch_equals_each_alone(runner: Runner, decoder: Decoder) -> No
     prompts = [tokens_of(n, seed=n) for n in (17, 30, 1, 24)]
     many = [sequence(prompt, 10 * i) for i, prompt in enumerate(prompts)]
     for one in many[:2]:
-        runner.run([Work(one, len(one.tokens) - 5)])
+        run(runner, [Work(one, len(one.tokens) - 5)])
         one.num_computed = len(one.tokens) - 5
-    runner.run([Work(many[0], 4)])
+    run(runner, [Work(many[0], 4)])
     many[0].num_computed += 4
     # One token left, a chunk that ends, a whole prompt of one token, and a chunk that does not end.
     work = [Work(many[0], 1), Work(many[1], 5), Work(many[2], 1), Work(many[3], 20)]
-    rows = runner.run(work)
+    rows = run(runner, work)
     assert rows.shape == (3, 96)
     for row, prompt in zip(rows, prompts, strict=False):
         torch.testing.assert_close(row, expected(decoder, prompt), rtol=1e-4, atol=1e-4)
@@ -93,14 +97,29 @@ def test_a_mixed_batch_equals_each_alone(runner: Runner, decoder: Decoder) -> No
 
 def test_no_row_when_nothing_samples(runner: Runner) -> None:
     one = sequence(tokens_of(20, seed=1), 0)
-    assert runner.run([Work(one, 12)]).shape == (0, 96)
+    assert run(runner, [Work(one, 12)]).shape == (0, 96)
 
 
 def test_the_other_blocks_stay_untouched(runner: Runner) -> None:
     one = sequence(tokens_of(11, seed=1), 4)
-    runner.run([Work(one, 11)])
+    run(runner, [Work(one, 11)])
     for layer in runner.pool.layers:
         written = {int(i) for i in layer.isfinite().flatten(1).any(1).nonzero()}
         assert written == {4, 5}
         # Three of the second block's eight tokens.
         assert layer[4].isfinite().sum() * 8 == layer[4].numel() * 3
+
+
+def test_layers_that_are_told_are_final(runner: Runner, decoder: Decoder) -> None:
+    one = sequence(tokens_of(24, seed=4), 5)
+    told: list[tuple[int, list[Tensor]]] = []
+
+    def on_layers(count: int) -> None:
+        told.append((count, [layer.clone() for layer in runner.pool.layers[:count]]))
+
+    runner.run([Work(one, 24)], on_layers)
+    assert [count for count, _ in told] == list(range(1, decoder.spec.layers))
+    for count, seen in told:
+        for before, after in zip(seen, runner.pool.layers[:count], strict=True):
+            assert torch.equal(before[one.blocks], after[one.blocks])
+            assert not before[one.blocks].isnan().any()

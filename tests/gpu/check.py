@@ -156,7 +156,7 @@ def puts() -> None:
             mover = GpuCopies(Region(pool.data_ptr(), pool.numel()), CupyEngine(0))
             source = np.random.default_rng(3).permutation(blocks).tolist()
             rig.receiver.expect(1, tuple(range(blocks)))
-            pool_put(rig.sender, mover, 1, block_runs(source, list(range(blocks)), size))
+            pool_put(rig.sender, mover, 1, block_runs(source, list(range(blocks)), size), blocks)
             eventually(lambda rig=rig: rig.receiver.landed(1, blocks) == blocks, 20)
             check(f"a put from the GPU over {kind}", rig.bytes_of() == rig.pool_bytes(source))
         finally:

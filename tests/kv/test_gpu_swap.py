@@ -116,12 +116,12 @@ def test_puts_out_of_a_gpu(kind: str) -> None:
         copies = GpuCopies(rig.source, StandIn())
         rig.receiver.expect(1, (6, 1, 4))
         runs = block_runs([5, 0, 7], [6, 1, 4], rig.size)
-        assert pool_put(rig.sender, copies, 1, runs) == 3 * rig.size
+        assert pool_put(rig.sender, copies, 1, runs, 3) == 3 * rig.size
         eventually(lambda: rig.receiver.landed(1, 3) == 3, 20)
         assert rig.bytes_of([6, 1, 4]) == rig.pool_bytes([5, 0, 7])
         rig.sender.abort()
         with pytest.raises(TransferError):
-            pool_put(rig.sender, copies, 1, runs)
+            pool_put(rig.sender, copies, 1, runs, 3)
     finally:
         rig.close()
 

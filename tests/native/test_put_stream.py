@@ -89,8 +89,8 @@ def test_a_reservation_outside_of_the_memory_is_none(block: int) -> None:
         ((0, 0, 4), "came already"),
         ((0, 4, 8), "not blocks of its reservation"),
         ((0, -4, 4), "not blocks of its reservation"),
-        ((0, 4, 3), "not whole blocks"),
-        ((0, 6, 4), "not whole blocks"),
+        ((0, 3, 2), "came already"),
+        ((0, 6, 4), "not blocks of its reservation"),
     ],
 )
 def test_what_may_not_come_is_refused_and_the_stream_goes_on(
@@ -109,6 +109,22 @@ def test_what_may_not_come_is_refused_and_the_stream_goes_on(
     again = landing(memory, 1)
     assert take(pair[1], again) == ""
     assert memory.tolist() == [7] * 8 + [0] * 8 and again.complete == 1
+
+
+def test_a_block_is_complete_with_its_last_byte_in_whatever_order_they_come(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    data = np.arange(1, 13, dtype=np.uint8)
+    memory = np.zeros(12, dtype=np.uint8)
+    into = landing(memory, 1, 0, 2)
+    seen = []
+    # The middle of block 1; the ends of blocks 0 and 1; block 2 and what is missing of 1; of 0.
+    for rows in ([(5, 5, 2)], [(3, 3, 1), (7, 7, 1)], [(8, 8, 4), (4, 4, 1)], [(0, 0, 3)]):
+        send_put(pair[0].fileno(), 1, data.ctypes.data, data.nbytes, runs(*rows))
+        assert take(pair[1], into) == ""
+        seen.append(into.complete)
+    assert seen == [0, 0, 1, 3]
+    assert memory.tolist() == data.tolist()
 
 
 def test_what_comes_after_close_is_thrown_away(pair: tuple[socket.socket, socket.socket]) -> None:

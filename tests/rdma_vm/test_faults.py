@@ -39,7 +39,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def put(rig: Rig, nonce: int = 1) -> int:
     numbers = list(range(BLOCKS))
     rig.receiver.expect(nonce, tuple(numbers))
-    return rig.sender.put(nonce, rig.source, block_runs(numbers, numbers, SIZE))
+    return rig.sender.put(nonce, rig.source, block_runs(numbers, numbers, SIZE), len(numbers))
 
 
 def failed_put(rig: Rig) -> str:
@@ -126,12 +126,13 @@ def test_a_put_that_stalls_has_a_deadline(rig: Rig, monkeypatch: pytest.MonkeyPa
         assert "no write completed for 0.3 s" in failed_put(rig)
 
 
-def test_more_bytes_than_expected_are_refused(rig: Rig) -> None:
+@pytest.mark.parametrize("whole", [0, 3])
+def test_blocks_that_cannot_be_whole_are_refused(rig: Rig, whole: int) -> None:
     rig.receiver.expect(1, (0, 1))
-    for _ in range(2):
-        rig.sender.put(1, rig.source, block_runs([0, 1], [0, 1], SIZE))
+    rig.sender.put(1, rig.source, block_runs([0], [0], SIZE), 1)
+    rig.sender.put(1, rig.source, block_runs([1], [1], SIZE), whole)
     eventually(lambda: rig.refused)
-    assert rig.refused[0][0] == 1 and "not the next whole blocks" in rig.refused[0][1]
+    assert rig.refused == [(1, f"{whole} whole blocks after 1, of 2")]
 
 
 def test_an_address_that_cannot_be_reached(rig: Rig) -> None:
@@ -156,7 +157,7 @@ def test_nothing_is_left_of_sessions_that_ended(rig: Rig) -> None:
     before = held()
     for _ in range(20):
         offer = RdmaOffer(adapter)
-        receiver = RdmaReceiver(offer, rig.sender._peer, SIZE, rig._events())
+        receiver = RdmaReceiver(offer, rig.sender._peer, rig._events())
         RdmaSender(adapter, offer.end, rig.buffer.nbytes).close()
         receiver.close()
         offer.close()
@@ -171,4 +172,4 @@ def test_ends_of_two_kinds_do_not_meet(rig: Rig) -> None:
         RdmaSender(rig.sender._adapter, other, rig.buffer.nbytes)
     offer = RdmaOffer(rig.sender._adapter)
     with pytest.raises(TransferError, match="InfiniBand"):
-        RdmaReceiver(offer, other, SIZE, rig._events())
+        RdmaReceiver(offer, other, rig._events())

@@ -32,11 +32,11 @@ def sender_of(both: Pair) -> Sender:
     return session.sender
 
 
-def change_put(both: Pair, put: Callable[[Callable[..., int], Any, Any, Any], int]) -> None:
-    """`put(real, nonce, source, runs)` in place of the sender's own."""
+def change_put(both: Pair, put: Callable[..., int]) -> None:
+    """`put(real, nonce, source, runs, whole)` in place of the sender's own."""
     sender = sender_of(both)
     real = sender.put
-    sender.put = lambda nonce, source, runs: put(real, nonce, source, runs)  # type: ignore[method-assign]
+    sender.put = lambda *args: put(real, *args)  # type: ignore[method-assign]
 
 
 def test_a_put_that_fails_is_a_failed_transfer(kind: str) -> None:
@@ -121,7 +121,7 @@ def test_too_few_bytes_never_look_like_success(kind: str) -> None:
 
 def test_bytes_that_never_arrive_over_tcp_never_look_like_success() -> None:
     async def scenario(both: Pair) -> None:
-        change_put(both, lambda real, nonce, source, runs: int(runs[:, 2].sum()))
+        change_put(both, lambda real, nonce, source, runs, whole: int(runs[:, 2].sum()))
         id_ = both.decode.ask(prompt(40), deadline_s=0.5)
         last = await both.decode.answer(id_)
         assert isinstance(last, Failed) and (last.status, last.leg) == (504, "transfer")
@@ -131,10 +131,10 @@ def test_bytes_that_never_arrive_over_tcp_never_look_like_success() -> None:
 
 def test_a_bad_put_over_tcp_fails_its_request_only() -> None:
     async def scenario(both: Pair) -> None:
-        def astray(real: Any, nonce: int, source: Any, runs: Any) -> int:
+        def astray(real: Any, nonce: int, source: Any, runs: Any, whole: int) -> int:
             if nonce % 2:
                 runs = runs + np.array([0, BLOCK_BYTES, 0])
-            total: int = real(nonce, source, runs)
+            total: int = real(nonce, source, runs, whole)
             return total
 
         change_put(both, astray)

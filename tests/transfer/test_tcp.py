@@ -27,7 +27,7 @@ def rig() -> Iterator[Rig]:
 
 
 def put(rig: Rig, nonce: int, source: list[int], target: list[int]) -> None:
-    rig.sender.put(nonce, rig.source, block_runs(source, target, rig.size))
+    rig.sender.put(nonce, rig.source, block_runs(source, target, rig.size), len(source))
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_a_block_is_not_written_twice(rig: Rig) -> None:
     assert rig.bytes_of([0]) == rig.pool_bytes([0])
 
 
-def test_parts_of_blocks_are_refused(rig: Rig) -> None:
+def test_bytes_that_reach_beyond_the_reservation_are_refused(rig: Rig) -> None:
     rig.receiver.expect(1, (0, 1))
     before = rig.bytes_of()
-    rig.sender.put(1, rig.source, np.array([[0, 8, 4096]], dtype=np.int64))
+    rig.sender.put(1, rig.source, np.array([[0, 4096 + 8, 4096]], dtype=np.int64), 0)
     eventually(lambda: rig.refused)
     assert rig.bytes_of() == before
 
@@ -148,30 +148,30 @@ def test_parts_of_a_put_meet_again(wide: Rig, seed: int) -> None:
     wide.receiver.expect(1, tuple(target))
     runs = block_runs(source, target, wide.size)
     half = len(runs) // 2
-    for some in (runs[:half], runs[half:]):
-        assert wide.sender.put(1, wide.source, some) == len(some) * wide.size
+    for some, whole in ((runs[:half], half), (runs[half:], len(runs))):
+        assert wide.sender.put(1, wide.source, some, whole) == len(some) * wide.size
     eventually(lambda: wide.receiver.landed(1, 0) == 50)
     assert wide.bytes_of(target) == wide.pool_bytes(source)
     untouched = [b for b in range(64) if b not in target]
     assert wide.bytes_of(untouched) == b"\xee" * len(untouched) * wide.size
 
 
-def test_a_run_of_many_blocks_is_cut_at_blocks(wide: Rig) -> None:
+def test_a_run_of_many_blocks_is_cut(wide: Rig) -> None:
     wide.receiver.expect(1, tuple(range(20, 50)))
-    wide.sender.put(1, wide.source, np.array([[0, 20, 30]], dtype=np.int64) * wide.size)
+    wide.sender.put(1, wide.source, np.array([[0, 20, 30]], dtype=np.int64) * wide.size, 30)
     eventually(lambda: wide.receiver.landed(1, 0) == 30)
     assert wide.bytes_of(list(range(20, 50))) == wide.pool_bytes(list(range(30)))
 
 
-def test_pieces_gathered_into_blocks_are_cut_at_blocks(wide: Rig) -> None:
-    """As from tensor-parallel ranks: a block arrives whole, from several places."""
+def test_pieces_gathered_into_blocks_are_cut(wide: Rig) -> None:
+    """As from tensor-parallel ranks: a block arrives from several places."""
     third = wide.size // 3
     runs = np.array(
         [(part * 64 + block, block * 3 + part, 1) for block in range(7) for part in range(3)],
         dtype=np.int64,
     )
     wide.receiver.expect(1, tuple(range(7)))
-    wide.sender.put(1, wide.source, runs * third)
+    wide.sender.put(1, wide.source, runs * third, 7)
     eventually(lambda: wide.receiver.landed(1, 0) == 7)
     pool = wide.pool.tobytes()
     wanted = b"".join(pool[at : at + size] for at, _, size in (runs * third).tolist())
@@ -195,7 +195,7 @@ def test_a_revoked_reservation_is_written_by_no_stream(monkeypatch: pytest.Monke
     rig = Rig.make("tcp", blocks=64, size=1 << 20, streams=STREAMS)
     rig.connect()
     runs = block_runs(list(range(64)), list(range(64)), rig.size)
-    thread = threading.Thread(target=lambda: rig.sender.put(1, rig.source, runs))
+    thread = threading.Thread(target=lambda: rig.sender.put(1, rig.source, runs, 64))
     rig.receiver.expect(1, tuple(range(64)))
     thread.start()
     try:
@@ -215,11 +215,11 @@ def test_a_put_that_moves_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs = socket.create_connection(server.getsockname())
         ours, _ = server.accept()
     with ours:
-        sender = TcpSender([theirs], 1 << 20)
+        sender = TcpSender([theirs])
         data = np.zeros(64 << 20, dtype=np.uint8)
         source = Region(data.ctypes.data, data.nbytes)
         with pytest.raises(TransferError, match="no byte moved for"):
-            sender.put(1, source, block_runs([0], [0], data.nbytes))
+            sender.put(1, source, block_runs([0], [0], data.nbytes), 1)
         sender.close()
 
 
@@ -230,12 +230,13 @@ def test_an_abort_ends_a_put_that_waits(streams: int, monkeypatch: pytest.Monkey
         theirs = [socket.create_connection(server.getsockname()) for _ in range(streams)]
         ours = [server.accept()[0] for _ in range(streams)]
     data = np.zeros(96 << 20, dtype=np.uint8)
-    sender = TcpSender(theirs, 1 << 20)
+    source = Region(data.ctypes.data, data.nbytes)
+    sender = TcpSender(theirs)
     ended: list[str] = []
 
     def put() -> None:
         try:
-            sender.put(1, Region(data.ctypes.data, data.nbytes), block_runs([0], [0], data.nbytes))
+            sender.put(1, source, block_runs([0], [0], data.nbytes), 1)
         except TransferError as e:
             ended.append(str(e))
 
