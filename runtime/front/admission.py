@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,12 +19,15 @@ from runtime.front.detokenizer import Detokenizer
 from runtime.front.instance import Instance
 from runtime.front.openai_types import ChatBody, CompletionBody, GenerationBody
 from runtime.front.responses import ChatFormat, Choice, CompletionFormat, Format, Head
+from runtime.front.tokenizer import Tokenizer
 from runtime.protocol import CoreReady, Generate, RequestId
 
 DEADLINE_GRACE_S = 2.0
 """The core enforces the deadline and knows which leg was late; the front only backs it up."""
 _THREAD_CHARS = 1 << 14
 """Longer texts are tokenized off the loop, so that they do not delay the tokens of others."""
+_MESSAGE_CHARS = 64
+"""A message costs the chat template about as much as this many characters."""
 
 ArgT = TypeVar("ArgT")
 
@@ -87,14 +90,19 @@ async def plan_job(
 async def _encode(instance: Instance, body: ChatBody | CompletionBody) -> list[tuple[int, ...]]:
     tokenizer = instance.tokenizer
     if isinstance(body, ChatBody):
-        size = sum(len(m["content"]) for m in body.messages)
-        return [tuple(await encode_text(size, tokenizer.encode_chat, body.messages))]
+        return [tuple(await encode_chat(tokenizer, body.messages))]
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
             prompt = tuple(await encode_text(len(prompt), tokenizer.encode, prompt))
         prompts.append(prompt)
     return prompts
+
+
+async def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """A conversation's tokens; many messages are work for the template, however short they are."""
+    size = sum(len(m["content"]) + _MESSAGE_CHARS for m in messages)
+    return await encode_text(size, tokenizer.encode_chat, messages)
 
 
 async def encode_text(size: int, encode: Callable[[ArgT], list[int]], argument: ArgT) -> list[int]:

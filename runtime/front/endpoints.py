@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from runtime.errors import LegError, RequestError
-from runtime.front.admission import encode_text, read_body
+from runtime.front.admission import encode_chat, encode_text, read_body
 from runtime.front.auth import Gate
 from runtime.front.http_errors import json_response
 from runtime.front.instance import STATS_TIMEOUT_S, Instance
@@ -45,8 +45,12 @@ class Endpoints:
             "created": self._created,
             "owned_by": "pdctl",
             "max_model_len": ready.max_model_len if ready else None,
-            "vocab_size": ready.vocab_size if ready else self._instance.tokenizer.vocab_size,
+            "vocab_size": self._vocab_size(),
         }
+
+    def _vocab_size(self) -> int:
+        ready = self._instance.core.ready
+        return ready.vocab_size if ready else self._instance.tokenizer.vocab_size
 
     async def tokenize(self, http: web.Request) -> web.Response:
         self._gate.admit(http)
@@ -54,8 +58,7 @@ class Endpoints:
         self._instance.require_model(body.model)
         tokenizer = self._instance.tokenizer
         if body.messages is not None:
-            size = sum(len(m["content"]) for m in body.messages)
-            tokens = await encode_text(size, tokenizer.encode_chat, body.messages)
+            tokens = await encode_chat(tokenizer, body.messages)
         else:
             tokens = await encode_text(len(body.prompt or ""), tokenizer.encode, body.prompt or "")
         ready = self._instance.core.ready
@@ -71,6 +74,10 @@ class Endpoints:
         self._gate.admit(http)
         body = parse_body(await read_body(http), DetokenizeBody)
         self._instance.require_model(body.model)
+        vocab = self._vocab_size()
+        for token in body.tokens:
+            if token >= vocab:
+                raise RequestError(f"token id {token} is not in 0..{vocab - 1}", param="tokens")
         text = self._instance.tokenizer.decode(body.tokens, skip_special=False)
         return json_response({"prompt": text})
 

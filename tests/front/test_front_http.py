@@ -324,6 +324,13 @@ def test_models_tokenize_and_back(client: openai.OpenAI, front: Any) -> None:
     assert bytes(t for t in answer["tokens"] if t < 256) == b"user: xassistant: "
 
 
+@pytest.mark.parametrize("token", [5_000, (1 << 31) - 1])
+def test_detokenize_names_what_is_no_token(front: Any, token: int) -> None:
+    status, answer, _ = post(front, "/detokenize", json.dumps({"tokens": [1, token]}).encode())
+    assert status == 400 and answer["error"]["param"] == "tokens"
+    assert f"token id {token} is not in 0.." in answer["error"]["message"]
+
+
 def test_health_ready_ledger_metrics(front: Any) -> None:
     assert front.get("/health") == {"alive": True}
     ready = front.get("/ready")
