@@ -118,7 +118,7 @@ def _down(
     with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=()) as fleet:
         more = True
         while more:
-            records = fleet.observe()
+            records = fleet.records
             names = waves(records)
             stopped, others = _stop(fleet, records, names, grace_s, report)
             services += stopped
@@ -128,7 +128,8 @@ def _down(
             hosts_ok += len(fleet.sessions)
             for host in fleet.late:
                 report(Event("note", f"{host} does not answer yet; waiting for it"))
-            more = fleet.go_on()
+            if more := fleet.go_on():
+                fleet.observe()
         lost = {host: str(e) for host, e in fleet.lost.items()}
         seconds = time.monotonic() - begun
         result = DownResult(known.name, tuple(services), tuple(notes), lost, hosts_ok, seconds)

@@ -59,7 +59,7 @@ def drain(
     purpose = f"drain {service}" + (" --undo" if options.undo else "")
     needed = hosts_of(known, ("router", service))
     with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
-        running = [r.spec for r in fleet.observe(scan=False) if r.spec and r.alive]
+        running = [r.spec for r in fleet.records if r.spec and r.alive]
         spec = _instance(running, service, known.name)
         router = router_of(fleet, running)
         router.drain(service, not options.undo)

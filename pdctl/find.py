@@ -103,7 +103,7 @@ def locked(
     wait_s: float,
     needed: Collection[str] | None = None,
 ) -> Iterator[Fleet]:
-    """The deployment's hosts with its lock held, those that their records name too.
+    """The deployment's hosts with its lock held, those that their records name too; observed.
 
     Locks are taken in a fixed order, so when there are more hosts than expected it begins again.
     """
@@ -113,8 +113,8 @@ def locked(
             opened(addresses) as hosts,
             Fleet(name, hosts, purpose=purpose, wait_s=wait_s, needed=needed) as fleet,
         ):
-            answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
-            more, lost = further(addresses, _said((a for _, a in answers), name))
+            fleet.observe()
+            more, lost = further(addresses, _said(fleet.answers.values(), name))
             if not more:
                 fleet.addresses = addresses
                 fleet.lost.update(lost)

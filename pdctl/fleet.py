@@ -112,6 +112,8 @@ class Fleet:
         self.sessions: list[Session] = []
         self.addresses: dict[str, str | None] = {}
         """Of the keys, where `find.locked` has made this."""
+        self.answers: dict[str, dict[str, Any]] = {}
+        """Host's name -> what its shim's `status` answered last."""
         self.lost: dict[str, PdctlError] = {}
         """Host's name -> why nothing could be done there."""
         self._needed = {hosts[key].name for key in (hosts if needed is None else needed)}
@@ -182,10 +184,15 @@ class Fleet:
 
     def observe(self, *, scan: bool = True) -> tuple[ServiceRecord, ...]:
         """Records of all hosts. Without `scan` it looks for no strays: cheap enough to poll."""
-        answers = self.on_sessions(lambda s: s.call("status", {"scan": scan}))
+        self.answers = dict(self.on_sessions(lambda s: s.call("status", {"scan": scan})))
+        return self.records
+
+    @property
+    def records(self) -> tuple[ServiceRecord, ...]:
+        """As they were observed last."""
         return tuple(
             record
-            for host, answer in answers
+            for host, answer in self.answers.items()
             for record in parse_services(host, answer["services"])
         )
 

@@ -64,6 +64,8 @@ class Launch:
     _ready: set[str] = field(default_factory=set)
     _former: dict[str, str] = field(default_factory=dict)
     """Incarnations that this run ended, by name."""
+    _token: str | None = None
+    """Of the deployment, once this run has started something."""
 
     def carry_out(self, batches: Sequence[Batch], patience: Patience) -> None:
         """Each batch is ready before the next is touched. Stops at the first failure and raises."""
@@ -136,7 +138,7 @@ class Launch:
     def _router(self) -> RouterClient | None:
         """The router that runs now, if there is one."""
         router = next((s for s in self._running.values() if s.role == "router"), None)
-        token = self.fleet.token() if router else None
+        token = (self._token or self.fleet.token()) if router else None
         return RouterClient(router.url, token) if router and token else None
 
     # ---- stop -----------------------------------------------------------------------------------
@@ -185,7 +187,8 @@ class Launch:
     def _begin(self, steps: Sequence[Step]) -> None:
         if not steps:
             return
-        token = self.fleet.token() or secrets.token_hex(32)
+        used = self.fleet.token() if self._running else None
+        token = self._token = used or secrets.token_hex(32)
         per_host: dict[str, list[Step]] = {}
         for step in steps:
             per_host.setdefault(step.service.host, []).append(step)

@@ -65,7 +65,7 @@ def restart(
         terminated_like_interrupted(),
         locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet,
     ):
-        records = fleet.observe()
+        records = fleet.records
         chosen = _chosen(records, options, known.name)
         plan = Plan(known.name, tuple(_step(r, chosen) for r in records if r.spec or r.alive))
         view = _view(fleet, plan)

@@ -105,7 +105,7 @@ def bring_up(
             report(Event("note", str(error)))
         for host in fleet.late:
             report(Event("note", f"{host}: no answer yet; what may run there is left as it is"))
-        records = fleet.observe()
+        records = fleet.records
         plan = _planned(wanted, fleet, records, before)
         options.approve(plan)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
@@ -185,8 +185,7 @@ def _planned(
 ) -> Plan:
     name, ask = wanted.topology.name, {"models": wanted.places}
     probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
-    answers = fleet.on_sessions(lambda s: s.call("status", {"scan": False}))
-    said = latest_said((answer for _, answer in answers), name)
+    said = latest_said(fleet.answers.values(), name)
     if before is not None and said is not None and said.at != before.at:
         raise PdctlError(
             f"{name} was changed meanwhile from {said.machine.partition(':')[0]}",

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -186,6 +185,8 @@ class Supervisor:
         log = self.service.path("out.log")
         try:
             if os.path.getsize(log) > LOG_CAP_BYTES:
+                import shutil  # most never get there
+
                 shutil.copyfile(log, log + ".1")
                 os.chmod(log + ".1", 0o600)
                 os.truncate(log, 0)

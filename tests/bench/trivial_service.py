@@ -4,18 +4,22 @@ Run with `-I -S` and a folder: `versions.json` is what an interpreter answers wh
 its versions, `instances.json` what a router says of instances. Ends on SIGTERM.
 """
 
-import json
 import os
-import signal
-import socket
 import sys
 
 
 def main() -> None:
-    if "--config" not in sys.argv:
-        with open(os.path.join(sys.argv[1], "versions.json")) as f:
-            print(f.read())
-        return
+    if "--config" in sys.argv:
+        serve()
+    with open(os.path.join(sys.argv[1], "versions.json")) as f:
+        print(f.read())
+
+
+def serve() -> None:
+    import json
+    import signal
+    import socket
+
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     with open(sys.argv[sys.argv.index("--config") + 1]) as f:
         config = json.load(f)
