@@ -7,13 +7,14 @@ RuntimeFailure
 ├── RankError            a rank of a tensor-parallel instance is lost: the whole instance ends
 ├── RequestError         the client's fault: answered 400 (404 for an unknown model)
 ├── CapacityError        no room now, try again: answered 503 with Retry-After
+│   └── NoPairError      the router knows nothing healthy that serves the model
 ├── LegError             one leg of a prefill-decode pair failed: answered 502, or 504 on a deadline
 └── TransferError        a transport could not move bytes; becomes a LegError at the hand-over
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 Leg = Literal["router", "prefill", "decode", "transfer"]
 
@@ -59,9 +60,19 @@ class RequestError(RuntimeFailure):
 class CapacityError(RuntimeFailure):
     """No room for the request now. `retry_after_s` goes into the Retry-After header."""
 
+    type: ClassVar = "overloaded_error"
+    code: ClassVar = "overloaded"
+
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NoPairError(CapacityError):
+    """Nothing healthy serves this model now."""
+
+    type = "service_unavailable"
+    code = "no_healthy_pair"
 
 
 class LegError(RuntimeFailure):

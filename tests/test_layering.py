@@ -42,21 +42,23 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
 
 # What each part of the runtime may import of the runtime, itself aside.
 _BASE = {"config", "errors", "link", "protocol"}
+_HTTP = _BASE | {"answers"}
 RUNTIME_MAY: dict[str, set[str]] = {
     "__main__": _BASE | {"front", "router", "engine.process", "engine.follower", "native"},
+    "answers": {"errors", "protocol"},
     "config": {"errors"},
     "engine": _BASE | {"kv", "models", "transfer", "_native", "native"},
     "errors": set(),
-    "front": _BASE,
+    "front": _HTTP,
     "kv": {"errors", "_native", "native"},
     "link": {"errors"},
     "models": {"errors", "kv", "_native", "native"},
     "native": {"errors", "_native"},
     "protocol": set(),
-    "router": _BASE,
+    "router": _HTTP,
     "transfer": _BASE | {"kv", "engine.contract", "_native", "native"},
 }
-WITHOUT_TORCH = ("router", "front", "link", "protocol", "config", "errors")
+WITHOUT_TORCH = ("router", "front", "answers", "link", "protocol", "config", "errors")
 
 
 def sources(folder: str) -> list[Path]:

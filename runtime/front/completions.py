@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from runtime.answers import error_object, json_response, sse_event
 from runtime.errors import LegError, RuntimeFailure
 from runtime.front.admission import Job, plan_job, read_body
 from runtime.front.auth import Caller, Gate
 from runtime.front.core_client import CoreEvent, Flow
-from runtime.front.http_errors import error_object, failure_of, json_response
+from runtime.front.http_errors import failure_of
 from runtime.front.instance import Instance, own_leg
 from runtime.front.openai_types import ChatBody, CompletionBody, parse_body
 from runtime.front.responses import (
@@ -28,7 +29,6 @@ from runtime.front.responses import (
     Json,
     Piece,
     served_object,
-    sse,
     usage,
 )
 from runtime.protocol import (
@@ -215,7 +215,7 @@ class Completions:
         except RuntimeFailure as e:
             log.warning("request %s failed mid-stream: %s", job.caller.request_id, e)
             self._instance.metrics.broken_streams.inc()
-            await self._send(http, response.write(sse({"error": error_object(e)})))
+            await self._send(http, response.write(sse_event({"error": error_object(e)})))
             # The chunked body gets no end: a client that ignores the event still sees a failure.
             if http.transport is not None:
                 http.transport.close()
@@ -230,14 +230,14 @@ class Completions:
                 chunk["usage"] = None
             if piece.choice.finish is not None:
                 chunk["pdctl"] = self._served(piece.choice, stages)
-            out.append(sse(chunk))
+            out.append(sse_event(chunk))
         return b"".join(out)
 
     def _tail(self, job: Job) -> bytes:
         if not job.body.include_usage:
             return SSE_DONE
         last = job.format.envelope([], chunk=True) | {"usage": usage(job.choices)}
-        return sse(last) + SSE_DONE
+        return sse_event(last) + SSE_DONE
 
     def _served(self, choice: Choice, stages: dict[str, float]) -> Json:
         return served_object(choice, instance=self._instance.config.name, stages=stages)

@@ -10,10 +10,10 @@ import os
 import msgspec
 from aiohttp import web
 
+from runtime.answers import json_response
 from runtime.errors import LegError, RequestError
 from runtime.front.admission import encode_chat, encode_text, read_body
 from runtime.front.auth import Gate
-from runtime.front.http_errors import json_response
 from runtime.front.instance import STATS_TIMEOUT_S, Instance
 from runtime.front.openai_types import DetokenizeBody, TokenizeBody, parse_body
 from runtime.protocol import Measure, PeerState, Stats

@@ -1,20 +1,18 @@
-"""Every error answer of the front in one shape: OpenAI's, with the failed leg where there is one.
+"""What goes wrong on any route of the front becomes one JSON error.
 
-Owns the mapping from the exception tree to HTTP statuses, and the middleware that applies it to all
-routes.
+Owns the middleware that sees to it, and the way from a core's failure into the exception tree.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 
-import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from runtime.answers import error_response, json_response
 from runtime.errors import CapacityError, Leg, LegError, RequestError, RuntimeFailure
-from runtime.protocol import HEADER_FAILED_LEG, Failed
+from runtime.protocol import Failed
 
 log = logging.getLogger(__name__)
 
@@ -24,54 +22,6 @@ _CODES = {
     405: "method_not_allowed",
     413: "request_too_large",
 }
-
-
-def error_object(failure: RuntimeFailure) -> dict[str, object]:
-    """The value of `error` in a body or an SSE event."""
-    error: dict[str, object] = {"message": str(failure), "type": "server_error", "param": None}
-    match failure:
-        case RequestError():
-            error |= {
-                "type": "invalid_request_error",
-                "param": failure.param,
-                "code": failure.code or "invalid_value",
-            }
-        case CapacityError():
-            error |= {"type": "overloaded_error", "code": "overloaded"}
-        case LegError():
-            error |= {
-                "code": "deadline_exceeded" if failure.timeout else "leg_failed",
-                "leg": failure.leg,
-                "instance": failure.instance,
-            }
-        case _:
-            error["code"] = "internal_error"
-    return error
-
-
-def error_response(failure: RuntimeFailure) -> web.Response:
-    status, headers = 500, dict[str, str]()
-    match failure:
-        case RequestError():
-            status = failure.status
-        case CapacityError():
-            status = 503
-            headers["Retry-After"] = str(max(1, math.ceil(failure.retry_after_s)))
-        case LegError():
-            status = failure.status
-            headers[HEADER_FAILED_LEG] = failure.leg
-    return json_response({"error": error_object(failure)}, status=status, headers=headers)
-
-
-def json_response(
-    body: object, *, status: int = 200, headers: dict[str, str] | None = None
-) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body),
-        status=status,
-        headers=headers,
-        content_type="application/json",
-    )
 
 
 def failure_of(failed: Failed, *, own_leg: Leg) -> RuntimeFailure:

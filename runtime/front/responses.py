@@ -219,8 +219,4 @@ def served_object(choice: Choice, *, instance: str, stages: dict[str, float]) ->
     }
 
 
-def sse(data: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
-
-
 SSE_DONE = b"data: [DONE]\n\n"

@@ -15,6 +15,7 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
+from runtime.answers import error_response
 from runtime.config import RouterConfig, load, read_api_keys, read_token
 from runtime.errors import ConfigError, RequestError
 from runtime.router.admit import KeyRing, check_head
@@ -25,7 +26,6 @@ from runtime.router.metrics import RouterMetrics
 from runtime.router.policy import make_policy
 from runtime.router.probe import Prober
 from runtime.router.registry import Registry
-from runtime.router.replies import error_response
 
 log = logging.getLogger(__name__)
 

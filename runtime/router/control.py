@@ -14,6 +14,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from yarl import URL
 
+from runtime.answers import error_object, error_response, json_response
 from runtime.errors import RequestError, RuntimeFailure
 from runtime.protocol import Drain, Registration, RegistrationReply
 from runtime.router.admit import KeyRing, check_key
@@ -21,7 +22,6 @@ from runtime.router.instances import Instance
 from runtime.router.metrics import RouterMetrics
 from runtime.router.probe import Prober
 from runtime.router.registry import RegistrationRefused, Registry, check_version
-from runtime.router.replies import error_object, error_response, json_response
 
 log = logging.getLogger(__name__)
 

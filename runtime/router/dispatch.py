@@ -18,8 +18,9 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from runtime.answers import error_object, error_response, sse_event
 from runtime.config import RouterConfig
-from runtime.errors import LegError, RequestError, RuntimeFailure
+from runtime.errors import LegError, NoPairError, RequestError, RuntimeFailure
 from runtime.protocol import HEADER_FAILED_LEG, HEADER_REQUEST_ID
 from runtime.router.admit import Call, KeyRing, admit, client_id
 from runtime.router.engines import NativeEngine
@@ -29,7 +30,6 @@ from runtime.router.policy import NOTHING, Avoid, Choice, Policy, pick
 from runtime.router.probe import Prober
 from runtime.router.registry import Registry
 from runtime.router.relay import Relay, UpstreamCut, response_headers
-from runtime.router.replies import NoPairError, error_event, error_response
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class Dispatcher:
         answer = error_response(failure)
         exchange.status = answer.status
         if exchange.relay.started:
-            return await exchange.relay.break_off(error_event(failure))
+            return await exchange.relay.break_off(sse_event({"error": error_object(failure)}))
         exchange.stamp(answer.headers)
         return answer
 

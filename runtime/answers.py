@@ -1,6 +1,8 @@
-"""The router's own error answers: OpenAI's shape, with the failed leg and its instance.
+"""JSON answers over HTTP, and every failure in one shape: OpenAI's, with the failed leg if there is
+one.
 
-Owns the mapping from the exception tree to statuses and to mid-stream events. Knows no request.
+Owns the mapping from the exception tree to statuses, headers and error objects, for router and
+front. Knows no request.
 """
 
 from __future__ import annotations
@@ -14,26 +16,24 @@ from runtime.errors import CapacityError, LegError, RequestError, RuntimeFailure
 from runtime.protocol import HEADER_FAILED_LEG
 
 
-class NoPairError(CapacityError):
-    """Nothing healthy serves this model now."""
-
-
 def error_object(failure: RuntimeFailure) -> dict[str, object]:
     """The value of `error` in a body or an SSE event."""
     error: dict[str, object] = {"message": str(failure), "type": "server_error", "param": None}
     match failure:
         case RequestError():
-            error["type"] = "invalid_request_error"
-            error["param"] = failure.param
-            error["code"] = failure.code or "invalid_value"
-        case NoPairError():
-            error |= {"type": "service_unavailable", "code": "no_healthy_pair"}
+            error |= {
+                "type": "invalid_request_error",
+                "param": failure.param,
+                "code": failure.code or "invalid_value",
+            }
         case CapacityError():
-            error |= {"type": "overloaded_error", "code": "overloaded"}
+            error |= {"type": failure.type, "code": failure.code}
         case LegError():
-            error["code"] = "deadline_exceeded" if failure.timeout else "leg_failed"
-            error["leg"] = failure.leg
-            error["instance"] = failure.instance
+            error |= {
+                "code": "deadline_exceeded" if failure.timeout else "leg_failed",
+                "leg": failure.leg,
+                "instance": failure.instance,
+            }
         case _:
             error["code"] = "internal_error"
     return error
@@ -52,16 +52,16 @@ def error_response(failure: RuntimeFailure) -> web.Response:
         case LegError():
             status = failure.status
             headers[HEADER_FAILED_LEG] = failure.leg
-    return json_response({"error": error_object(failure)}, status, headers)
+    return json_response({"error": error_object(failure)}, status=status, headers=headers)
 
 
-def error_event(failure: RuntimeFailure) -> bytes:
+def sse_event(data: object) -> bytes:
     """One whole SSE event."""
-    return b"data: " + msgspec.json.encode({"error": error_object(failure)}) + b"\n\n"
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def json_response(
-    body: object, status: int = 200, headers: dict[str, str] | None = None
+    body: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(body),
