@@ -25,7 +25,7 @@ from lab import Deployment, Lab
 
 from pdctl import models
 from pdctl.bench import client
-from pdctl.bench.dataset import Prompt, random_prompts
+from pdctl.bench.dataset import random_prompts
 from pdctl.bench.metrics import percentile
 from pdctl.bench.outcome import Outcome
 from pdctl.bench.runner import vocabulary
@@ -63,20 +63,28 @@ class Side:
 
     name: str
     endpoint: str
-    samples: list[Sample] = field(default_factory=list)
-    """One request at a time,"""
-    crowded: list[Sample] = field(default_factory=list)
+    alone: dict[int, Sample] = field(default_factory=dict)
+    """By number of the prompt: one request at a time,"""
+    crowd: dict[int, Sample] = field(default_factory=dict)
     """and several."""
     failures: list[str] = field(default_factory=list)
+    merged: int = 0
+    """Streams that have no gaps to look at: on a busy machine tokens arrive together."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        return list(self.alone.values())
+
+    @property
+    def crowded(self) -> list[Sample]:
+        return list(self.crowd.values())
 
 
-def sample(outcome: Outcome) -> Sample | str:
-    """The stream's numbers, or why it has none."""
-    if outcome.failure is not None:
-        return f"{outcome.failure.kind}: {outcome.failure.message}"
-    if outcome.served is None or outcome.output_tokens != len(outcome.arrivals_s):
-        return f"{outcome.output_tokens} tokens in {len(outcome.arrivals_s)} arrivals"
-    assert outcome.ttft_s is not None
+def sample(outcome: Outcome) -> Sample | None:
+    """The stream's numbers; None when some of its tokens arrived together."""
+    if outcome.output_tokens != len(outcome.arrivals_s):
+        return None
+    assert outcome.served is not None and outcome.ttft_s is not None
     gaps, served = outcome.gaps_s, outcome.served
 
     def stage(name: str) -> float | None:
@@ -117,19 +125,20 @@ async def measure(sides: Sequence[Side], load: Load) -> None:
             seed=int.from_bytes(os.urandom(4)),
         )
 
-        async def ask(side: Side, one: Prompt, into: list[Sample]) -> None:
-            target = targets[side.name]
-            take(side, await client.request(session, target, one, ignore_eos=True), into)
+        async def ask(side: Side, number: int, into: dict[int, Sample]) -> None:
+            one, target = prompts[number], targets[side.name]
+            take(side, number, await client.request(session, target, one, ignore_eos=True), into)
 
-        alone, crowd = prompts[: WARM_UP + load.requests], prompts[WARM_UP + load.requests :]
-        for i, one in enumerate(alone):
+        alone = WARM_UP + load.requests
+        for i in range(alone):
             for side in _from(sides, i):
-                await ask(side, one, side.samples if i >= WARM_UP else [])
-            print(f"{i + 1} of {len(alone)} prompts", file=sys.stderr)
+                await ask(side, i, side.alone if i >= WARM_UP else {})
+            print(f"{i + 1} of {alone} prompts", file=sys.stderr)
         for i in range(load.rounds):
-            some = crowd[i * load.in_flight : (i + 1) * load.in_flight]
+            first = alone + i * load.in_flight
             for side in _from(sides, i):
-                await asyncio.gather(*(ask(side, one, side.crowded) for one in some))
+                numbers = range(first, first + load.in_flight)
+                await asyncio.gather(*(ask(side, number, side.crowd) for number in numbers))
             print(f"{i + 1} of {load.rounds} rounds of {load.in_flight}", file=sys.stderr)
 
 
@@ -138,12 +147,13 @@ def _from(sides: Sequence[Side], turn: int) -> Sequence[Side]:
     return (*sides[first:], *sides[:first])
 
 
-def take(side: Side, outcome: Outcome, into: list[Sample]) -> None:
-    found = sample(outcome)
-    if isinstance(found, str):
-        side.failures.append(found)
+def take(side: Side, number: int, outcome: Outcome, into: dict[int, Sample]) -> None:
+    if outcome.failure is not None:
+        side.failures.append(f"{outcome.failure.kind}: {outcome.failure.message}")
+    elif found := sample(outcome):
+        into[number] = found
     else:
-        into.append(found)
+        side.merged += 1
 
 
 @contextmanager
@@ -191,13 +201,15 @@ def report(sides: Sequence[Side]) -> list[str]:
         lines.append(f"{title:<26}" + "".join(columns))
     mixed = next(s for s in sides if s.name == "mixed")
     for side in sides:
-        if side is mixed or not side.samples or not mixed.samples:
+        both = side.alone.keys() & mixed.alone.keys()
+        if side is mixed or not both:
             continue
-        pairs = zip(side.samples, mixed.samples, strict=False)
-        ratio = statistics.median(a.ttft / b.ttft for a, b in pairs)
+        ratio = statistics.median(side.alone[n].ttft / mixed.alone[n].ttft for n in both)
         lines.append(f"TTFT({side.name}) / TTFT(mixed): {ratio:.3f} (median over equal prompts)")
     for side in sides:
         lines += verdict(side) + crowded(side)
+        if side.merged:
+            lines.append(f"{side.name}: {side.merged} streams left out, whose tokens came together")
     return lines
 
 

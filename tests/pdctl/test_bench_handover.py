@@ -43,10 +43,10 @@ def _outcome(
 
 def _side(handover: ModuleType, costs_ms: list[float], path: str = "shm") -> object:
     side = handover.Side("pd-shm", "http://h")
-    for cost in costs_ms:
+    for number, cost in enumerate(costs_ms):
         second = 1.0 + 0.020 + cost / 1e3
         arrivals = (1.0, second, second + 0.02, second + 0.04, second + 0.06)
-        side.samples.append(handover.sample(_outcome(arrivals, path=path)))
+        side.alone[number] = handover.sample(_outcome(arrivals, path=path))
     return side
 
 
@@ -60,9 +60,16 @@ def test_one_stream(handover: ModuleType) -> None:
 
 
 def test_a_failed_or_merged_stream_has_no_numbers(handover: ModuleType) -> None:
-    cut = _outcome((1.0,), failure=Failure("stream cut", "gone"))
-    assert handover.sample(cut) == "stream cut: gone"
-    assert handover.sample(_outcome((1.0, 1.1))) == "5 tokens in 2 arrivals"
+    side, into = handover.Side("mixed", "http://h"), dict[int, object]()
+    handover.take(side, 0, _outcome((1.0,), failure=Failure("stream cut", "gone")), into)
+    handover.take(side, 1, _outcome((1.0, 1.1)), into)
+    assert (side.failures, side.merged, into) == (["stream cut: gone"], 1, {})
+
+
+def test_ttft_is_compared_over_equal_prompts(handover: ModuleType) -> None:
+    side, mixed = _side(handover, [1.0, 1.0]), handover.Side("mixed", "http://h")
+    mixed.alone[1] = handover.sample(_outcome((0.5, 0.6, 0.7, 0.8, 0.9)))
+    assert "TTFT(pd-shm) / TTFT(mixed): 2.000" in "\n".join(handover.report([side, mixed]))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +94,6 @@ def test_no_verdict_over_another_path(handover: ModuleType) -> None:
 def test_several_in_flight_are_reported_by_percentiles(handover: ModuleType) -> None:
     side = _side(handover, [1.0, 2.0, 3.0])
     assert handover.crowded(side) == []
-    side.crowded = side.samples  # type: ignore[attr-defined]
+    side.crowd = side.alone  # type: ignore[attr-defined]
     (line,) = handover.crowded(side)
     assert "P50 / P99 of gap - one step 2.00 / " in line and "(3 requests)" in line
