@@ -21,6 +21,10 @@ constexpr uint32_t kMaxExtents = 1u << 16;
 // One recv under the lock: some 200 us, the longest that `close` can have to wait.
 constexpr uint64_t kStep = uint64_t{1} << 20;
 
+// Inside a put a reader that waits sleeps until this much is there: woken for every segment it would
+// cost both ends more time than the copying.
+constexpr uint64_t kWake = uint64_t{1} << 19;
+
 struct __attribute__((packed)) Prefix {
   uint64_t nonce;
   uint32_t count;
@@ -48,6 +52,28 @@ void receive_all(int fd, void* into, size_t nbytes) {
     done += received(fd, ::recv(fd, at + done, nbytes - done, MSG_DONTWAIT));
   }
 }
+
+// How many bytes make poll return; 1, as at first, again in the end.
+class LowWater {
+ public:
+  explicit LowWater(int fd) : fd_(fd) {}
+  LowWater(const LowWater&) = delete;
+  LowWater& operator=(const LowWater&) = delete;
+  ~LowWater() { set(1); }
+
+  // Without effect on the bytes: where it fails, poll returns earlier.
+  void set(uint64_t bytes) {
+    const auto mark = static_cast<int>(std::min(bytes, kWake));
+    const int error = errno;  // of the recv before
+    if (mark != mark_) ::setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &mark, sizeof mark);
+    mark_ = mark;
+    errno = error;
+  }
+
+ private:
+  const int fd_;
+  int mark_ = 1;
+};
 
 // MSG_TRUNC: TCP drops the bytes and writes nothing.
 ssize_t discard_some(int fd, uint64_t most) {
@@ -240,6 +266,8 @@ void Landing::receive(int fd, const PutHeader& put) {
   Cursor cursor(std::move(pieces));
   std::array<iovec, kViews> views;
   size_t first = 0;
+  uint64_t left = put.nbytes();
+  LowWater low_water(fd);
   while (!cursor.done()) {
     const msghdr wanted = cursor.some(views, kStep);
     ssize_t got = 0;
@@ -252,7 +280,9 @@ void Landing::receive(int fd, const PutHeader& put) {
         got = discard_some(fd, views[0].iov_len);
       }
     }
+    if (got < 0) low_water.set(left);
     const uint64_t more = received(fd, got);
+    left -= more;
     cursor.advance(more);
     arrived(parts, first, more);
   }

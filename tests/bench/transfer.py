@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -24,6 +25,8 @@ from typing import IO, Any
 HERE = Path(__file__).parent
 PEERS = HERE.parents[1] / "build" / "peers"
 KIB, MIB = 1 << 10, 1 << 20
+Cores = Sequence[int]
+"""One for the sending and one for the receiving process; empty: wherever the kernel puts them."""
 DEFAULT_MODEL_BLOCK = 16 * 46_080
 """16 tokens of SmolLM2-135M in float32, as on a CPU."""
 
@@ -106,6 +109,10 @@ class End:
         # The kernel's clock of all its threads: /proc counts in ticks of 10 ms.
         return time.clock_gettime((~self.process.pid << 3) | 2)
 
+    def pin(self, core: int) -> None:
+        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -117,7 +124,7 @@ class End:
 
 
 @contextmanager
-def pair(kind: Kind, blocks: int, size: int) -> Iterator[tuple[End, End]]:
+def pair(kind: Kind, blocks: int, size: int, cores: Cores) -> Iterator[tuple[End, End]]:
     settings: dict[str, Any] = {"blocks": blocks, "size": size, **kind.settings}
     with ExitStack() as stack:
         receiver = End(kind, "receiver", settings)
@@ -126,6 +133,8 @@ def pair(kind: Kind, blocks: int, size: int) -> Iterator[tuple[End, End]]:
         sender = End(kind, "sender", {**settings, **ready})
         stack.callback(sender.close)
         sender.answer("ready")
+        for end, core in zip((sender, receiver), cores, strict=False):
+            end.pin(core)
         yield sender, receiver
 
 
@@ -144,13 +153,15 @@ def one_round(kind: Kind, sender: End, receiver: End) -> tuple[float, float, int
     return seconds, sender.cpu_s() + receiver.cpu_s() - before, moved
 
 
-def measure(found: Sequence[Kind], size: int, total: int, rounds: int) -> dict[str, Times]:
+def measure(
+    found: Sequence[Kind], size: int, total: int, rounds: int, cores: Cores
+) -> dict[str, Times]:
     times = {kind.name: Times() for kind in found}
     with ExitStack() as stack:
         ends = {}
         for kind in found:
             try:
-                ends[kind.name] = stack.enter_context(pair(kind, total // size, size))
+                ends[kind.name] = stack.enter_context(pair(kind, total // size, size, cores))
             except RuntimeError as e:
                 print(f"{e}: not measured", file=sys.stderr)
         for number in range(rounds + 1):
@@ -214,12 +225,15 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=256, help="moved in each round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--streams", type=int, default=1, help="measure tcp with so many, too")
+    pin = "a core for each end: steadier; leave it out to compare with engines of many threads"
+    parser.add_argument("--pin", action="store_true", help=pin)
     parser.add_argument("--only", nargs="+", help="names of the kinds to measure")
     args = parser.parse_args()
     found = [k for k in kinds(args.streams) if not args.only or k.name in args.only]
+    cores = sorted(os.sched_getaffinity(0))[:2] if args.pin else ()
     print(f"{args.total_mib} MiB scattered, two processes, medians of {args.rounds} rounds")
     for size in args.block_bytes:
-        report(size, measure(found, size, args.total_mib * MIB, args.rounds))
+        report(size, measure(found, size, args.total_mib * MIB, args.rounds, cores))
     if args.only and "iperf3" not in args.only:
         return
     if shutil.which("iperf3"):

@@ -127,6 +127,32 @@ def test_a_block_is_complete_with_its_last_byte_in_whatever_order_they_come(
     assert memory.tolist() == data.tolist()
 
 
+@pytest.mark.parametrize("last", [1, 600 << 10])
+def test_a_reader_that_sleeps_until_there_is_much_misses_no_end(
+    pair: tuple[socket.socket, socket.socket], last: int
+) -> None:
+    """What is left of a put, and then the header of a small one, may be less than it sleeps for."""
+    size = 2 << 20
+    memory = np.zeros(size + BLOCK, dtype=np.uint8)
+    into = landing(memory, *range(memory.nbytes // BLOCK))
+    taken = []
+
+    def reader() -> None:
+        for _ in range(2):
+            taken.append(take(pair[1], into))
+
+    receiving = threading.Thread(target=reader, daemon=True)
+    receiving.start()
+    pair[0].sendall(struct.pack("<QIqq", 1, 1, 0, size) + b"x" * (size - last))
+    eventually(lambda: memory[size - last - 1] == ord("x"), 20)
+    pair[0].sendall(b"x" * last)
+    eventually(lambda: taken == [""], 20)
+    pair[0].sendall(struct.pack("<QIqq", 1, 1, size, BLOCK) + b"last")
+    receiving.join(20)
+    assert taken == ["", ""]
+    assert memory.tobytes() == b"x" * size + b"last"
+
+
 def test_what_comes_after_close_is_thrown_away(pair: tuple[socket.socket, socket.socket]) -> None:
     memory = np.zeros(8, dtype=np.uint8)
     into = landing(memory, 0, 1)
