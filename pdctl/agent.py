@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from pdctl import __version__
-from pdctl.errors import HostCommandError, Locked, PdctlError, StateError
+from pdctl.errors import HostCommandError, HostUnreachable, Locked, PdctlError, StateError
 from pdctl.hosts import Channel, Host
 from pdctl.shim.unpack import MAIN
 
@@ -113,6 +113,7 @@ class Session:
         self._purpose = purpose
         self._turn = threading.Lock()
         self._number = 0
+        self._lost: HostUnreachable | None = None
         self._channel = open_shim(host, "serve")
         if wait_s is not None:
             try:
@@ -127,12 +128,18 @@ class Session:
     def call(
         self, do: str, payload: dict[str, Any], *, timeout: float = CALL_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Thread-safe; requests of several threads take turns."""
+        """Thread-safe; requests of several threads take turns. A host that was lost stays so."""
         with self._turn:
+            if self._lost is not None:
+                raise self._lost
             self._number += 1
             payload = {"deployment": self.deployment, "number": self._number, **payload}
-            self._channel.send(request_text(self.host, do, payload, command=self._purpose))
-            return _receive(self.host, self._channel, do, self._number, timeout)
+            try:
+                self._channel.send(request_text(self.host, do, payload, command=self._purpose))
+                return _receive(self.host, self._channel, do, self._number, timeout)
+            except HostUnreachable as e:
+                self._lost = e
+                raise
 
     def close(self) -> None:
         self._channel.close()

@@ -25,6 +25,8 @@ from pdctl.shim import unpack as shim_unpack
 
 _STEP_MS = 200
 _UNPACK_S = 30.0
+_SIGN_S = 5.0
+"""How long a host that may have fallen silent has to answer anything at all."""
 _HOME = "pdctl's home: "
 """Before the answer, for what the login's start-up files print comes first."""
 _UNPACK = (
@@ -72,7 +74,7 @@ class SshHost:
     def program(self, folder: str, files: Mapping[str, str], arguments: Sequence[str]) -> Channel:
         """Where it is missing, the process that puts it there becomes the program."""
         argv = ["sh", "-c", _START, "sh", folder, self.python, _UNPACK, *arguments]
-        channel = SshChannel(self.name, self._open(argv))
+        channel = self.channel(argv)
         try:
             state, _, base = channel.awaited(_HOME, CONNECT_TIMEOUT_S).partition(" ")
             if not base.startswith("/"):
@@ -156,8 +158,8 @@ class SshHost:
             self._send(channel, pieces())
             return self._rest(channel, argv[0], STALL_S)
 
-    def channel(self, argv: Sequence[str]) -> Channel:
-        return SshChannel(self.name, self._open(argv))
+    def channel(self, argv: Sequence[str]) -> SshChannel:
+        return SshChannel(self.name, self._open(argv), self._unreachable)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -214,15 +216,19 @@ class SshHost:
 
 
 class SshChannel:
-    def __init__(self, host: str, channel: Any) -> None:
+    def __init__(
+        self, host: str, channel: Any, unreachable: Callable[[str, str], HostUnreachable]
+    ) -> None:
         self._host = host
         self._channel = channel
+        self._unreachable = unreachable
         self._buffer = b""
 
     def send(self, line: str) -> None:
         try:
             self._channel.sendall(line.encode() + b"\n")
         except OSError as e:
+            self._check_connection()
             raise HostCommandError(f"{self._host}: the program has ended", host=self._host) from e
 
     def receive(self, timeout: float | None) -> str | None:
@@ -231,14 +237,39 @@ class SshChannel:
             try:
                 data = self._channel.recv(65536)
             except TimeoutError as e:
+                if self._is_silent():
+                    raise self._unreachable(
+                        f"command: no answer within {timeout:.0f} s, nor to anything else",
+                        "it was reached before: is it still on, and the network whole?",
+                    ) from e
                 raise HostCommandError(
                     f"{self._host}: no answer within {timeout:.0f} s", host=self._host
                 ) from e
             if not data:
+                self._check_connection()
                 return None
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         return line.decode(errors="replace")
+
+    def _check_connection(self) -> None:
+        """The end of a program is one thing, that of the connection to its host another."""
+        if not self._channel.transport.is_active():
+            raise self._unreachable(
+                "command: the connection was lost", "is it still on, and the network whole?"
+            )
+
+    def _is_silent(self) -> bool:
+        """Whether the host says nothing at all: a refusal of one more session is an answer too."""
+        import paramiko
+
+        try:
+            self._channel.transport.open_session(timeout=_SIGN_S).close()
+        except paramiko.ChannelException:
+            return False
+        except (paramiko.SSHException, EOFError, OSError):
+            return True
+        return False
 
     def awaited(self, start: str, timeout: float) -> str:
         """The rest of the line in which this comes; empty when the program ends without it."""

@@ -93,3 +93,24 @@ def test_a_host_that_is_gone_for_good_does_not_hold_up_the_rest(cluster: Cluster
     assert "gpu-c" in up.err
     assert cluster.pdctl("down", "demo").rc == 5
     assert a.clean() and b.clean()
+
+
+def test_a_host_that_falls_silent_in_the_middle(cluster: Cluster) -> None:
+    """It is given up once, also by the rollback, and the others are as before."""
+    a, b, c = cluster.add("gpu-a", "gpu-b", "gpu-c")
+    late = {"host": "gpu-b", "env": {"STUB_DELAY": "600"}}
+    up = cluster.start_pdctl("up", str(cluster.topology(prefill=[late])))
+    try:
+        eventually(lambda: all(m.listening() for m in (a, b, c)), 60)
+        c.go_silent()
+        _, err = up.communicate(timeout=120)
+    finally:
+        up.kill()
+        up.wait()
+    assert up.returncode == 5, err
+    assert re.search(r"error: gpu-c: command: no answer within \d+ s, nor to anything else", err)
+    assert "not rolled back there: gpu-c" in err
+    assert eventually(lambda: a.clean() and b.clean(), 30), (a.leftovers(), b.leftovers())
+    c.be_heard()
+    eventually(lambda: cluster.pdctl("down", "demo").rc == 0, 60)
+    assert eventually(c.clean, 30), c.leftovers()
