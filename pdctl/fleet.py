@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from pdctl.agent import CALL_TIMEOUT_S, Session, shim_call
-from pdctl.errors import HostsFailed, Locked, PdctlError
+from pdctl.errors import HostsFailed, HostUnreachable, Locked, PdctlError
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
 from pdctl.remote import Routes, SshHost
@@ -114,6 +114,8 @@ class Fleet:
         """Of the keys, where `find.locked` has made this."""
         self.answers: dict[str, dict[str, Any]] = {}
         """Host's name -> what its shim's `status` answered last."""
+        self.records: tuple[ServiceRecord, ...] = ()
+        """As they were observed last."""
         self.lost: dict[str, PdctlError] = {}
         """Host's name -> why nothing could be done there."""
         self._needed = {hosts[key].name for key in (hosts if needed is None else needed)}
@@ -179,22 +181,29 @@ class Fleet:
             self.sessions = [s for s in self.sessions if s.host.name not in failed]
 
     def session(self, key: str) -> Session:
-        host = self.hosts[key]
-        return next(s for s in self.sessions if s.host is host)
+        """Raises HostUnreachable when nothing can be asked of that host now."""
+        for session in self.sessions:
+            if session.host is self.hosts.get(key):
+                return session
+        why = self.lost.get(self.hosts[key].name) if key in self.hosts else None
+        raise why or HostUnreachable(
+            f"{key}: it is none of the hosts of {self.deployment} that answer",
+            host=key,
+            hint="`pdctl status` names those",
+        )
 
     def observe(self, *, scan: bool = True) -> tuple[ServiceRecord, ...]:
         """Records of all hosts. Without `scan` it looks for no strays: cheap enough to poll."""
         self.answers = dict(self.on_sessions(lambda s: s.call("status", {"scan": scan})))
+        machine = {session.host.name: session.host for session in self.sessions}
+        found: list[ServiceRecord] = []
+        for name, answer in self.answers.items():
+            for record in parse_services(name, answer["services"]):
+                found.append(record)
+                # It also goes by the keys under which it got its services, whatever a file says.
+                self.hosts.setdefault(record.host, machine[name])
+        self.records = tuple(found)
         return self.records
-
-    @property
-    def records(self) -> tuple[ServiceRecord, ...]:
-        """As they were observed last."""
-        return tuple(
-            record
-            for host, answer in self.answers.items()
-            for record in parse_services(host, answer["services"])
-        )
 
     def on_sessions(
         self, do: Callable[[Session], dict[str, Any]]

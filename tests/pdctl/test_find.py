@@ -11,8 +11,8 @@ import pytest
 from supervision import Home, Site, free_port
 
 from pdctl import ops, state
-from pdctl.errors import UsageError
-from pdctl.find import Where, further, this_machine
+from pdctl.errors import HostUnreachable, UsageError
+from pdctl.find import Where, further, locked, this_machine
 from pdctl.state import KnownDeployment
 
 PREFILL = {"host": "local", "kv_cache": "1MiB"}
@@ -140,3 +140,12 @@ def test_a_host_that_is_not_used_any_more_is_forgotten(home: Home, site: Site) -
     assert (record["hosts"], record["keys"]) == ({"here": None}, ["here"])
     down()
     assert not (home.base / "demo").exists()
+
+
+def test_a_host_that_is_none_of_them_is_said(home: Home, site: Site) -> None:
+    known = KnownDeployment("demo", "")
+    with (
+        locked(known, purpose="test", wait_s=0) as fleet,
+        pytest.raises(HostUnreachable, match="gpu-x: it is none of the hosts of demo that answer"),
+    ):
+        fleet.session("gpu-x")

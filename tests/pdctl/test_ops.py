@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from supervision import Home, Site, eventually, free_port, gone
 
-from pdctl import ops
+from pdctl import ops, state
 from pdctl.agent import Session
 from pdctl.errors import Locked, PdctlError, ServiceFailed, UsageError
 from pdctl.hosts import LocalHost
@@ -99,10 +99,15 @@ def test_only_what_changed_is_replaced_and_orphans_go(home: Home, site: Site) ->
     down()
 
 
-def test_a_host_that_got_another_name_is_the_same_machine(home: Home, site: Site) -> None:
+@pytest.mark.parametrize("remembered", [True, False])
+def test_a_host_that_got_another_name_is_the_same_machine(
+    home: Home, site: Site, remembered: bool
+) -> None:
     port = free_port()
     up(site.topology(router={"host": "local", "port": port}))
     before = pids()
+    if not remembered:
+        state.forget("demo")
     result = up(
         site.topology(
             hosts={"here": {"python": str(site.python)}},
