@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 
 from pdctl.errors import EXIT_INTERRUPTED
+from pdctl.interrupts import like_ctrl_c
 
 
 def main() -> None:
     """Entry point: an interrupt while the modules load ends like one that comes later."""
     try:
+        like_ctrl_c()
         from pdctl.cli import main as run
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

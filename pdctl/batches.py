@@ -74,14 +74,15 @@ def remarks(plan: Plan, *, rolling: bool = True) -> tuple[str, ...]:
     for batch in batches(plan, rolling=rolling):
         ending = [s.service.name for s in batch.ending if s.service.name in running]
         meanwhile = {name: s for name, s in running.items() if name not in ending}
-        if _serve(running.values()) and not _serve(meanwhile.values()):
+        if serve(running.values()) and not serve(meanwhile.values()):
             names = [s.service.name for s in batch.starting]
             found.append(f"nothing is served until {_listed(names)} ready")
         running = meanwhile | {s.service.name: s.service for s in batch.starting}
     return tuple(found)
 
 
-def _serve(services: Iterable[ServiceSpec]) -> bool:
+def serve(services: Iterable[ServiceSpec]) -> bool:
+    """Whether these are enough for an answer."""
     roles = {s.role for s in services}
     return "router" in roles and ("mixed" in roles or {"prefill", "decode"} <= roles)
 

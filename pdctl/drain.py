@@ -1,10 +1,12 @@
 """Keep new requests away from one instance, and wait until it has finished those it has.
 
-It goes on running. The mark holds until it is taken back, or the instance is restarted.
+It goes on running. The mark holds until it is taken back, or the instance is restarted. When it is
+interrupted while it waits, it takes the mark back, if it was its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,16 +60,20 @@ def drain(
         known = found.known
     purpose = f"drain {service}" + (" --undo" if options.undo else "")
     needed = hosts_of(known, ("router", service))
-    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
-        running = [r.spec for r in fleet.records if r.spec and r.alive]
-        spec = _instance(running, service, known.name)
-        router = router_of(fleet, running)
-        router.drain(service, not options.undo)
     left = ""
-    if not options.undo:
-        warn_if_alone(running, spec, report)
-        seconds = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
-        left = Drain(router, running, [spec]).wait(seconds, report).get(service, "")
+    with contextlib.ExitStack() as until_finished:
+        with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
+            running = [r.spec for r in fleet.records if r.spec and r.alive]
+            spec = _instance(running, service, known.name)
+            drained = Drain(router_of(fleet, running), running, [spec])
+            if options.undo:
+                drained.router.drain(service, False)
+            else:
+                until_finished.enter_context(drained.held(report))
+        if not options.undo:
+            warn_if_alone(running, spec, report)
+            seconds = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
+            left = drained.wait(seconds, report).get(service, "")
     seconds = time.monotonic() - begun
     return DrainResult(known.name, service, not options.undo, left, seconds)
 

@@ -29,16 +29,18 @@ class Drain:
     leaving: Sequence[ServiceSpec]
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """They get nothing new. When the block fails they do again."""
-        marked: list[str] = []
+    def held(self, report: Report) -> Iterator[None]:
+        """They get nothing new. When the block fails they do again, but for who did not before."""
+        view = self.router.view() or {}
+        before = {name for name, routed in view.items() if routed.state == "draining"}
+        marked: list[ServiceSpec] = []
         try:
             for service in self.leaving:
+                marked.append(service)  # first: an interrupted call may have marked it
                 self.router.drain(service.name, True)
-                marked.append(service.name)
             yield
         except BaseException:
-            give_back(self.router, marked)
+            give_back(self.router, [s for s in marked if s.name not in before], report)
             raise
 
     def wait(self, seconds: float, report: Report) -> Mapping[str, str]:
@@ -77,7 +79,8 @@ def known_to(router: RouterClient, services: Iterable[ServiceSpec]) -> dict[str,
     }
 
 
-def give_back(router: RouterClient, names: Iterable[str]) -> None:
-    for name in names:
+def give_back(router: RouterClient, services: Iterable[ServiceSpec], report: Report) -> None:
+    for service in services:
         with contextlib.suppress(PdctlError):  # the router is gone, and the mark with it
-            router.drain(name, False)
+            router.drain(service.name, False)
+            report(Event("note", f"{service.name} gets new requests again"))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pdctl import state
-from pdctl.batches import Batch
+from pdctl.batches import Batch, serve
 from pdctl.draining import Drain, known_to
 from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, EventKind, Report
@@ -157,7 +157,7 @@ class Launch:
         drain = Drain(
             router, list(self._running.values()), [s for s in instances if s.name in leaving]
         )
-        with drain.held():
+        with drain.held(self.report):
             for name, what in drain.wait(drain_s, self.report).items():
                 text = f"{name}: {what} did not finish within {drain_s:g} s and will be cut off"
                 self.report(Event("note", text))
@@ -236,6 +236,8 @@ class Launch:
                 self.report(Event("ready", service.url, service.name, service.host, seconds))
 
         def on_wait(service: ServiceSpec, reason: str, seconds: float) -> None:
+            if service.role == "router":
+                self._refuse_drained()
             self.report(Event("wait", reason, service.name, service.host, seconds))
 
         watcher = Watcher(
@@ -248,6 +250,24 @@ class Launch:
         services = self._in_order(self._expected.values())
         wait_ready(services, watcher, begun + seconds)
         self._wait_routed(services, watcher, begun + seconds)
+
+    def _refuse_drained(self) -> None:
+        """What is drained stays so, however long one waits for a router that lacks just that."""
+        router = self._router()
+        view = (router.view() if router else None) or {}
+        running = list(self._running.values())
+        drained = {
+            name
+            for name, routed in view.items()
+            if routed.state == "draining" and routed.incarnation != self._former.get(name)
+        }
+        if serve(running) and not serve(s for s in running if s.name not in drained):
+            names = [s.name for s in running if s.name in drained]
+            verb = "is" if len(names) == 1 else "are"
+            raise PdctlError(
+                f"{', '.join(names)} {verb} drained, and nothing can be served without",
+                hint=f"`pdctl drain {names[0]} --undo` lets it have requests again",
+            )
 
     def _wait_routed(
         self, services: Sequence[ServiceSpec], watcher: Watcher, deadline: float

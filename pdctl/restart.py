@@ -21,7 +21,6 @@ from pdctl.records import ServiceRecord
 from pdctl.routing import RouterClient, View
 from pdctl.services import ServiceSpec
 from pdctl.state import KnownDeployment
-from pdctl.up import terminated_like_interrupted
 
 LOCK_WAIT_S = 3.0
 READY_S = 300.0
@@ -61,10 +60,7 @@ def restart(
         known = found.known
     purpose = "restart --rolling" if options.rolling else "restart"
     needed = hosts_of(known, options.services)
-    with (
-        terminated_like_interrupted(),
-        locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet,
-    ):
+    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
         records = fleet.records
         chosen = _chosen(records, options, known.name)
         plan = Plan(known.name, tuple(_step(r, chosen) for r in records if r.spec or r.alive))

@@ -1,19 +1,16 @@
 """Bring a deployment to what its topology says: check, start, wait, and undo on failure.
 
-Only what this run started is ever undone. Ctrl-C and SIGTERM undo too, in every phase; with
-`detach` there is no wait, and what was started by then stays.
+Only what this run started is ever undone. Ctrl-C (see `interrupts`) undoes too, in every phase;
+with `detach` there is no wait, and what was started by then stays.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pdctl import command, models, preflight, state, topology, wheels
@@ -97,10 +94,7 @@ def bring_up(
     """
     begun = time.monotonic()
     name, needed = wanted.topology.name, wanted.topology.used_hosts()
-    with (
-        terminated_like_interrupted(),
-        locked(wanted.known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet,
-    ):
+    with locked(wanted.known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
         for error in fleet.lost.values():
             report(Event("note", str(error)))
         for host in fleet.late:
@@ -347,20 +341,3 @@ def _remember(known: state.KnownDeployment, report: Report) -> None:
     error = state.remember(known)
     if error:
         report(Event("note", f"cannot remember {known.name} on this machine: {error}"))
-
-
-@contextlib.contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, so that a CI system's timeout rolls back as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES = 80
 PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "__init__ errors events services shim sizes yaml_marks",
+        "__init__ errors events interrupts services shim sizes yaml_marks",
         "topology_schema topology_checks topology wheelfile models wheels lockfile state init ask",
         "plan batches scaling command",
         "hosts remote records",

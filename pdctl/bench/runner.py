@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from pdctl import __version__
+from pdctl import __version__, interrupts
 from pdctl.bench import client, dataset, load, report
 from pdctl.bench.client import Target
 from pdctl.bench.dataset import DatasetName, Prompt
@@ -112,18 +112,27 @@ async def _measure(options: Options) -> tuple[Target, Run]:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 
+        numbers = interrupts.heeded()
+
         def interrupt() -> None:
             stop.set()
-            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends at once
+            interrupts.leave_dead_terminal()
+            release()  # a second Ctrl-C ends at once
 
-        loop.add_signal_handler(signal.SIGINT, interrupt)
+        def release() -> None:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.default_int_handler)
+
+        for number in numbers:
+            loop.add_signal_handler(number, interrupt)
         try:
             with Progress(len(prompts)) as progress:
                 run = await load.run(
                     session, target, prompts, _load(options), on_done=progress.done, stop=stop
                 )
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            release()
         return target, run
 
 

@@ -50,7 +50,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.config["name"]
-        late = is_late()
+        drained = drained_alone(self.registry)
+        late = is_late() or bool(drained)
         path = None if os.environ.get("STUB_NO_PATH") else "shm"
         peers = {p: {"path": path, "requests": 0} for p in self.peers}
         busy = int(os.path.exists("busy"))
@@ -59,7 +60,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "ready": not late,
                 "pid": os.getpid(),
                 "incarnation": INCARNATION,
-                "waiting_for": "the model to load" if late else None,
+                "waiting_for": drained or ("the model to load" if late else None),
                 "peers": peers,
             },
             "/ledger": {
@@ -122,6 +123,13 @@ def is_late() -> bool:
 def token(config: dict[str, Any]) -> str:
     with open(config["token_file"]) as f:
         return f.read().strip()
+
+
+def drained_alone(registry: dict[str, dict[str, Any]]) -> str:
+    """Router: who is drained without another of its role, so that nothing can be served."""
+    serving = {i["role"] for i in list(registry.values()) if not i["draining"]}
+    alone = (n for n, i in list(registry.items()) if i["role"] not in serving)
+    return "".join(f"{name} is drained" for name in alone)
 
 
 def described(instance: dict[str, Any]) -> dict[str, Any]:

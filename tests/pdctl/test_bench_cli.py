@@ -216,7 +216,8 @@ def test_explain() -> None:
     assert _bench("--explain") == (0, TEXT)
 
 
-def test_ctrl_c_gives_what_is_done_and_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_gives_what_is_done_and_130(tmp_path: Path, sig: signal.Signals) -> None:
     def script(number: int, body: dict[str, Any]) -> list[Action]:
         return good(number, body) if number < 4 else [text("a"), Pause(60.0)]
 
@@ -230,7 +231,7 @@ def test_ctrl_c_gives_what_is_done_and_130(tmp_path: Path) -> None:
             while len(server.bodies) < 6 and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert len(server.bodies) == 6
-            bench.send_signal(signal.SIGINT)
+            bench.send_signal(sig)
             stdout, stderr = bench.communicate(timeout=10)
         finally:
             bench.kill()

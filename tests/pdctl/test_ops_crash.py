@@ -22,7 +22,8 @@ DECODE = {"host": "local", "kv_cache": "1MiB", "cpu_buffer": "1MiB"}
 CODE = """
 import sys
 from pathlib import Path
-from pdctl import ops
+from pdctl import interrupts, ops
+interrupts.like_ctrl_c()
 ops.up(Path(sys.argv[1]), ops.UpOptions(), lambda e: print(e.kind, flush=True))
 """
 

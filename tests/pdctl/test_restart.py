@@ -127,6 +127,18 @@ def test_drain_waits_is_seen_and_taken_back(home: Home, demo: Demo) -> None:
     assert states(home)["prefill-0"] == "ready", "a restart ends the drain"
 
 
+def test_to_wait_for_what_is_drained_alone_is_refused_at_once(home: Home, demo: Demo) -> None:
+    up(demo())
+    drain("decode-0")
+    for wait in (lambda: up(demo()), lambda: restart("prefill-0")):
+        with pytest.raises(PdctlError, match="decode-0 is drained, and nothing can be") as caught:
+            wait()
+        assert "pdctl drain decode-0 --undo" in caught.value.hint
+        assert len(home.processes()) == 6, "nothing of what ran is undone"
+    drain("decode-0", undo=True)
+    assert up(demo()).ready
+
+
 def test_a_router_that_is_restarted_still_knows_who_is_drained(home: Home, demo: Demo) -> None:
     up(demo(decode=[DECODE | {"replicas": 2}]))
     drain("decode-1")
