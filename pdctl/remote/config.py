@@ -17,6 +17,7 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 15
 SSH_PORT = 22
 _ASK_S = 15.0
+_NO_DESTINATION = ("usage: ssh", "hostname contains invalid characters")
 _FAMILIES = {"inet": 4, "inet6": 6}
 
 
@@ -71,6 +72,12 @@ def resolve(destination: str) -> SshSettings:
         raise StepFailed("resolve", "there is no `ssh` here", "install openssh-client") from e
     except subprocess.TimeoutExpired as e:
         raise StepFailed("resolve", "`ssh -G` hangs", f"try `ssh -G {destination}`") from e
+    if any(said in found.stderr for said in _NO_DESTINATION):
+        raise StepFailed(
+            "resolve",
+            f"{destination!r} is nothing that ssh could connect to",
+            "write HOST, USER@HOST or USER@HOST:PORT; with a port, IPv6 as [ADDRESS]:PORT",
+        )
     if found.returncode:
         reason = (found.stderr.strip().splitlines() or ["it failed"])[-1]
         raise StepFailed("resolve", f"`ssh -G`: {reason}", "mend the ssh configuration")

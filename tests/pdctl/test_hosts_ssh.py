@@ -199,3 +199,11 @@ def test_settings_as_ssh_prints_them() -> None:
     assert found.identity_files == (str(Path("~/.ssh/a").expanduser()), "/k/b")
     assert found.jumps == ("gate", "ada@inner:2200") and found.proxy_command == ""
     assert found.known_hosts == ("/k/one", "/k/two") and found.strict == "yes"
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:99999999", "host:0", "host:abc", ":22", "a b", "-x"])
+def test_what_is_no_destination_is_one_line(server: Server, text: str) -> None:
+    with pytest.raises(HostUnreachable) as caught:
+        ran(SshHost(text, text), ["true"])
+    assert str(caught.value) == f"{text}: resolve: {text!r} is nothing that ssh could connect to"
+    assert "USER@HOST:PORT" in caught.value.hint
