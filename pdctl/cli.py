@@ -19,6 +19,7 @@ from pdctl.cli_bench import bench_app
 from pdctl.cli_change import drain, plan, restart, scale, up
 from pdctl.cli_edge import (
     AsJson,
+    DrainTimeout,
     FileOption,
     HostOption,
     Name,
@@ -75,14 +76,7 @@ def _globals(
 @app.command()
 def down(
     name: Name = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="How long running requests may go on. Default: the topology's drain_timeout.",
-        ),
-    ] = None,
+    timeout: DrainTimeout = None,
     orphans: Annotated[
         bool,
         typer.Option("--orphans", help="Only services that the topology does not name any more."),

@@ -11,6 +11,7 @@ import typer
 
 from pdctl.cli_edge import (
     AsJson,
+    DrainTimeout,
     FileOption,
     HostOption,
     NameOption,
@@ -175,14 +176,7 @@ def restart(
             help="One instance after the other, each drained first; the router only when named.",
         ),
     ] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="How long running requests may go on. Default: the topology's drain_timeout.",
-        ),
-    ] = None,
+    timeout: DrainTimeout = None,
     wait_timeout: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="How long each may take to be ready.")
     ] = 300.0,
@@ -212,14 +206,7 @@ def restart(
 def drain(
     service: Annotated[str, typer.Argument(help="An instance: decode-0, prefill-1, ...")],
     undo: Annotated[bool, typer.Option("--undo", help="Let it have new requests again.")] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="How long to wait for what runs. Default: the topology's drain_timeout.",
-        ),
-    ] = None,
+    timeout: DrainTimeout = None,
     name: NameOption = None,
     file: FileOption = None,
     host: HostOption = None,

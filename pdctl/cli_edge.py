@@ -57,6 +57,15 @@ FileOption = Annotated[
         help="Look where this topology says, instead of what this machine remembers.",
     ),
 ]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        min=0.0,
+        metavar="SECONDS",
+        help="How long running requests may go on. Default: the topology's drain_timeout.",
+    ),
+]
 HostOption = Annotated[
     str | None,
     typer.Option(

@@ -13,8 +13,9 @@ from typing import Any
 
 from pdctl import state
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Where, located, locked, whereabouts
+from pdctl.find import ANYWHERE, Where, located, whereabouts
 from pdctl.fleet import Fleet, Names
+from pdctl.hold import locked
 from pdctl.preflight import describe_port
 from pdctl.records import ServiceRecord
 

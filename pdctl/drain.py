@@ -15,8 +15,9 @@ from typing import Any
 from pdctl.draining import Drain
 from pdctl.errors import PdctlError, UsageError
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Where, located, locked
+from pdctl.find import ANYWHERE, Where, located
 from pdctl.fleet import Fleet
+from pdctl.hold import locked
 from pdctl.restart import hosts_of
 from pdctl.routing import RouterClient
 from pdctl.services import ServiceSpec

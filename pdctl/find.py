@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pdctl import state, topology
-from pdctl.agent import Session, shim_call, user_name
+from pdctl.agent import shim_call, user_name
 from pdctl.errors import HostUnreachable, PdctlError, UsageError
-from pdctl.fleet import Fleet, look, machines, on_all, opened
+from pdctl.fleet import look, machines, on_all, opened
 from pdctl.hosts import Host, LocalHost
 from pdctl.records import ServiceRecord, parse_services
 from pdctl.scaling import scaled, to_record
@@ -88,39 +88,11 @@ def located(name: str | None, where: Where = ANYWHERE) -> Iterator[Found]:
     with contextlib.ExitStack() as stack:
         while more:
             _ask(found, more, stack.enter_context(opened(more)))
-            more, lost = further(found.addresses, _said(found.answers.values(), found.name))
+            more, lost = further(found.addresses, told(found.answers.values(), found.name))
         found.unreachable.update(lost)
         found.records = tuple(r for r in found.records if r.deployment == found.name)
         _settle(found, where)
         yield found
-
-
-@contextlib.contextmanager
-def locked(
-    known: KnownDeployment,
-    *,
-    purpose: str,
-    wait_s: float,
-    needed: Collection[str] | None = None,
-) -> Iterator[Fleet]:
-    """The deployment's hosts with its lock held, those that their records name too; observed.
-
-    Locks are taken in a fixed order, so when there are more hosts than expected it begins again.
-    """
-    name, addresses = known.name, dict(known.hosts or {"local": None})
-    while True:
-        with (
-            opened(addresses) as hosts,
-            Fleet(name, hosts, purpose=purpose, wait_s=wait_s, needed=needed) as fleet,
-        ):
-            fleet.observe()
-            more, lost = further(addresses, _said(fleet.answers.values(), name))
-            if not more:
-                fleet.addresses = addresses
-                fleet.lost.update(lost)
-                yield fleet
-                return
-        addresses.update(more)
 
 
 def whereabouts(name: str | None, where: Where = ANYWHERE) -> KnownDeployment:
@@ -131,44 +103,9 @@ def whereabouts(name: str | None, where: Where = ANYWHERE) -> KnownDeployment:
     return _start(name, where)
 
 
-def register(fleet: Fleet, known: KnownDeployment) -> None:
-    """Let its locked hosts know the whole deployment, before anything of it starts there."""
-
-    def tell(session: Session) -> dict[str, Any]:
-        keys = sorted(k for k, h in fleet.hosts.items() if h is session.host and k in known.hosts)
-        if not keys:
-            return {}
-        return session.call("register", {"known": {**asdict(known), "keys": keys}})
-
-    try:
-        fleet.on_sessions(tell)
-    except PdctlError:
-        fleet.tolerate()
-        fleet.purge([])  # where nothing runs it is forgotten again
-        raise
-
-
-def leave(fleet: Fleet, known: KnownDeployment, used: Collection[str]) -> None:
-    """After an `up`: hosts that it does not use any more are forgotten, on all sides.
-
-    Not those that did not answer: something may still run there.
-    """
-    unknown = {*fleet.lost, *fleet.late}
-    hosts = {
-        key: address
-        for key, address in known.hosts.items()
-        if key in used or fleet.hosts[key].name in unknown
-    }
-    if hosts != known.hosts:
-        fleet.purge([])
-        known = replace(known, hosts=hosts)
-        register(fleet, known)
-        state.remember(known)
-
-
 def latest_said(answers: Iterable[Mapping[str, Any]], name: str) -> KnownDeployment | None:
     """What the last `up` or `scale` let the hosts know, from their answers to `status`."""
-    return max((k for k, _ in _said(answers, name)), key=lambda k: k.at, default=None)
+    return max((k for k, _ in told(answers, name)), key=lambda k: k.at, default=None)
 
 
 def deployments() -> tuple[str, ...]:
@@ -253,7 +190,7 @@ def _ask(found: Found, addresses: Mapping[str, str | None], hosts: Mapping[str, 
             found.records += parse_services(host.name, answer["services"])
             if not found.name:
                 found.known = replace(found.known, name=_only(answer))
-            for _, own_keys in _said([answer], found.name):
+            for _, own_keys in told([answer], found.name):
                 keys = (keys - found.seeds or own_keys or keys) | own_keys
         found.hosts.update(dict.fromkeys(keys, host))
         found.addresses.update(dict.fromkeys(keys, address))
@@ -272,9 +209,7 @@ def _only(answer: Mapping[str, Any]) -> str:
     return names[0] if names else ""
 
 
-def _said(
-    answers: Iterable[Mapping[str, Any]], name: str
-) -> list[tuple[KnownDeployment, set[str]]]:
+def told(answers: Iterable[Mapping[str, Any]], name: str) -> list[tuple[KnownDeployment, set[str]]]:
     """What each host was told of the deployment, and under which keys it is in there."""
     said = []
     for answer in answers:
@@ -315,7 +250,7 @@ def _no_address(key: str, machine: str) -> HostUnreachable:
 def _settle(found: Found, where: Where) -> None:
     """Take the latest word on the deployment, and remember it here."""
     cached = state.recall(found.name)
-    said = [known for known, _ in _said(found.answers.values(), found.name)]
+    said = [known for known, _ in told(found.answers.values(), found.name)]
     heard = [*([cached] if cached else []), *said]
     latest = max([*heard, found.known], key=lambda known: known.at)
     if where.file is not None:

@@ -111,7 +111,7 @@ class Fleet:
         self.hosts = dict(hosts)
         self.sessions: list[Session] = []
         self.addresses: dict[str, str | None] = {}
-        """Of the keys, where `find.locked` has made this."""
+        """Of the keys, where `hold.locked` has made this."""
         self.answers: dict[str, dict[str, Any]] = {}
         """Host's name -> what its shim's `status` answered last."""
         self.records: tuple[ServiceRecord, ...] = ()

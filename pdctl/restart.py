@@ -13,8 +13,9 @@ from typing import Any
 from pdctl.batches import batches, remarks
 from pdctl.errors import PdctlError, UsageError
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Where, located, locked
+from pdctl.find import ANYWHERE, Where, located
 from pdctl.fleet import Fleet
+from pdctl.hold import locked
 from pdctl.launch import Launch, Patience, show_log
 from pdctl.plan import Plan, Step
 from pdctl.records import ServiceRecord

@@ -19,8 +19,9 @@ from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.find import Where, latest_said, leave, located, locked, register, whereabouts
+from pdctl.find import Where, latest_said, located, whereabouts
 from pdctl.fleet import Fleet, on_all, raise_failures
+from pdctl.hold import leave, locked, register
 from pdctl.hosts import Host
 from pdctl.launch import Launch, Patience, show_log
 from pdctl.plan import Plan, allocate_ports, make_plan

@@ -27,6 +27,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "agent health routing preflight",
         "fleet sending",
         "find",
+        "hold",
         "audit draining execute launch locks logs",
         "status",
         "output documents",

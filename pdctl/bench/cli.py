@@ -5,7 +5,9 @@ Everything heavy is imported when the command runs, so that `pdctl --help` stays
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,56 +16,67 @@ import typer
 
 from pdctl.errors import EXIT_INTERRUPTED, PdctlError, UsageError
 
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="Not needed when only one deployment runs."),
+]
+Endpoint = Annotated[
+    str | None, typer.Option(help="Measure this URL instead of a deployment of ours.")
+]
+Model = Annotated[str | None, typer.Option(help="Default: the first one served.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Requests to send.")]
+RequestRate = Annotated[
+    str, typer.Option(metavar="inf|R", help="Requests per second; inf: all at once.")
+]
+Burstiness = Annotated[
+    float, typer.Option(help="1: Poisson arrivals; less is burstier, more is steadier.")
+]
+MaxConcurrency = Annotated[
+    int | None, typer.Option(min=1, help="Most requests under way at a time.")
+]
+InputLen = Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")]
+OutputLen = Annotated[
+    int | None, typer.Option(min=1, help="Most output tokens; default: the data set's, or 32.")
+]
+Dataset = Annotated[
+    Literal["random", "sharegpt", "jsonl"], typer.Option(help="Where prompts come from.")
+]
+DatasetPath = Annotated[Path | None, typer.Option(help="The file, for sharegpt and jsonl.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Generate the full output length.")]
+Seed = Annotated[int, typer.Option(help="Same seed: same prompts and arrivals.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Requests before the clock starts.")]
+Goodput = Annotated[
+    str | None,
+    typer.Option(metavar="ttft:MS,tpot:MS", help="Count requests within these limits."),
+]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write the JSON document here.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON document, not the table.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Print what each number means, and stop.")]
+Timeout = Annotated[float, typer.Option(help="Seconds each request may take.")]
+
 
 def bench_command(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="Not needed when only one deployment runs."),
-    ] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="Measure this URL instead of a deployment of ours.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Default: the first one served.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 100,
-    request_rate: Annotated[
-        str, typer.Option(metavar="inf|R", help="Requests per second; inf: all at once.")
-    ] = "inf",
-    burstiness: Annotated[
-        float, typer.Option(help="1: Poisson arrivals; less is burstier, more is steadier.")
-    ] = 1.0,
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests under way at a time.")
-    ] = None,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 256,
-    output_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most output tokens; default: the data set's, or 32."),
-    ] = None,
-    dataset: Annotated[
-        Literal["random", "sharegpt", "jsonl"], typer.Option(help="Where prompts come from.")
-    ] = "random",
-    dataset_path: Annotated[
-        Path | None, typer.Option(help="The file, for sharegpt and jsonl.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate the full output length.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Same seed: same prompts and arrivals.")] = 0,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before the clock starts.")] = 1,
-    goodput: Annotated[
-        str | None,
-        typer.Option(metavar="ttft:MS,tpot:MS", help="Count requests within these limits."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the JSON document here.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the JSON document, not the table.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print what each number means, and stop.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds each request may take.")] = 600.0,
+    name: Name = None,
+    endpoint: Endpoint = None,
+    model: Model = None,
+    num_prompts: NumPrompts = 100,
+    request_rate: RequestRate = "inf",
+    burstiness: Burstiness = 1.0,
+    max_concurrency: MaxConcurrency = None,
+    input_len: InputLen = 256,
+    output_len: OutputLen = None,
+    dataset: Dataset = "random",
+    dataset_path: DatasetPath = None,
+    ignore_eos: IgnoreEos = False,
+    seed: Seed = 0,
+    warmup: Warmup = 1,
+    goodput: Goodput = None,
+    output: Output = None,
+    as_json: AsJson = False,
+    explain: Explain = False,
+    timeout: Timeout = 600.0,
 ) -> None:
     """Measure a deployment: throughput, TTFT and its stages, the hand-over, decode speed.
 
@@ -76,7 +89,7 @@ def bench_command(
         return
     from pdctl.bench.runner import Options, bench
 
-    try:
+    with _failures(as_json):
         rate, shape = _rate(request_rate), _positive("--burstiness", burstiness)
         seconds = _positive("--timeout", timeout)
         measured = _measured(name, endpoint)
@@ -101,17 +114,23 @@ def bench_command(
             as_json=as_json,
             timeout=seconds,
         )
-        code = bench(options, typer.echo)
+        raise typer.Exit(bench(options, typer.echo))
+
+
+@contextlib.contextmanager
+def _failures(as_json: bool) -> Iterator[None]:
+    """What ends a benchmark without a report: with --json an error is a document too."""
+    try:
+        yield
     except KeyboardInterrupt:
         typer.echo("interrupted before there was anything to report", err=True)
-        code = EXIT_INTERRUPTED
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except PdctlError as e:
         if as_json:
             from pdctl.output import error_document, json_text
 
             typer.echo(json_text(error_document(e)))
         raise
-    raise typer.Exit(code)
 
 
 @dataclass(frozen=True, slots=True)

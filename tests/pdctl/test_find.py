@@ -12,7 +12,8 @@ from supervision import Home, Site, free_port
 
 from pdctl import ops, state
 from pdctl.errors import HostUnreachable, UsageError
-from pdctl.find import Where, further, locked, this_machine
+from pdctl.find import Where, further, this_machine
+from pdctl.hold import locked
 from pdctl.state import KnownDeployment
 
 PREFILL = {"host": "local", "kv_cache": "1MiB"}
