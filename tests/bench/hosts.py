@@ -10,7 +10,6 @@ in machines: 1.0 is linear.
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import tempfile
@@ -18,33 +17,18 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cluster import Cluster, why_not
-
-from pdctl.shim import versions
+from cluster import why_not
+from many_hosts import many_hosts
 
 COUNTS = (8, 16, 32, 64)
 COMMANDS = ("up", "up again", "status", "down")
-SERVICE = Path(__file__).with_name("trivial_service.py")
 
 
 def measure(count: int) -> dict[str, tuple[float, float]]:
     """Seconds, and seconds of pdctl's own CPU, of each command."""
     with tempfile.TemporaryDirectory(prefix="pdctl-hosts-") as root:
-        known = [{"name": f"mixed-{i}", "state": "ready", "incarnation": "1"} for i in range(count)]
-        Path(root, "versions.json").write_text(json.dumps(versions.report()))
-        Path(root, "instances.json").write_text(json.dumps(known))
-        cluster = Cluster(Path(root), interpreter=[sys.executable, "-I", "-S", SERVICE, root])
+        cluster, path = many_hosts(Path(root), count)
         try:
-            cluster.add(*(f"host-{i:02}" for i in range(count)))
-            keys = list(cluster.machines)
-            path = str(
-                cluster.topology(
-                    router={"host": keys[0]},
-                    mixed=[{"host": key, "kv_cache": "1MiB"} for key in keys],
-                    prefill=[],
-                    decode=[],
-                )
-            )
             lines = {"up": ["up", path], "up again": ["up", path], "status": ["status"]}
             lines["down"] = ["down", "demo"]
             found = {}

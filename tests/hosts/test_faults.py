@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from cluster import Cluster, Machine
 from supervision import eventually, gone
 
 pytestmark = pytest.mark.ssh
+CRASH = Path(__file__).with_name("crash_pdctl.py")
 # Named like a service of pdctl, and run by the same interpreter. Nobody may touch it.
 ALIKE = ("-c", "import time; time.sleep(600)", "-m", "runtime", "worker", "--config", "worker.json")
 
@@ -143,17 +146,14 @@ def test_two_operators_at_once(cluster: Cluster) -> None:
     taken_down(cluster)
 
 
-def _killed_at_line(cluster: Cluster, line: int, *args: str) -> bool:
-    """Kill pdctl at this line of its progress. False: it has ended with fewer."""
-    process = cluster.start_pdctl(*args)
-    assert process.stderr is not None
-    for _ in range(line):
-        if not process.stderr.readline():
-            process.communicate(timeout=60)
-            return False
-    process.kill()
-    process.communicate()
-    return True
+def _killed_at(cluster: Cluster, step: int, *args: str) -> bool:
+    """Kill pdctl when it has sent this many messages to hosts. False: it has ended with fewer."""
+    argv = cluster.on_laptop(sys.executable, str(CRASH), str(step), *args)
+    run = subprocess.run(
+        argv, env=cluster.env, cwd=cluster.laptop, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode in (0, -signal.SIGKILL), run.stderr
+    return run.returncode != 0
 
 
 @pytest.mark.timeout(400)
@@ -163,10 +163,10 @@ def test_killed_at_every_step_of_up(cluster: Cluster, bystander: Callable[[Machi
     bystander(b)
     path = str(cluster.topology())
     steps = 1
-    while _killed_at_line(cluster, steps, "up", path):
+    while _killed_at(cluster, steps, "up", path):
         taken_down(cluster)
         steps += 1
-    assert steps > 4, "it has told of three starts at least"
+    assert steps > 16, "it has looked, locked, registered and started on both"
     assert cluster.pdctl("status").rc == 0
     taken_down(cluster)
 
@@ -182,11 +182,11 @@ def test_killed_at_every_step_of_down(
     while True:
         up = cluster.pdctl("up", path)
         assert up.rc == 0, up.err
-        if not _killed_at_line(cluster, steps, "down", "demo"):
+        if not _killed_at(cluster, steps, "down", "demo", "--timeout", "1"):
             break
         taken_down(cluster)
         steps += 1
-    assert steps > 4
+    assert steps > 8, "it has locked, looked, stopped and purged on both"
     assert clean(a) and clean(b)
 
 
