@@ -177,8 +177,8 @@ def _is_in(record: ServiceRecord, wave: Names) -> bool:
 
 def _waves(records: Sequence[ServiceRecord]) -> list[Names]:
     """Names to stop together. The last wave is everything: also what has marks but no record."""
-    routers = [r.name for r in records if r.spec and r.spec.role == "router" and r.alive]
-    return [routers, None] if routers else [None]
+    routers = [r for r in records if r.spec and r.spec.role == "router" and r.alive]
+    return [{r.host: [r.name] for r in routers}, None] if routers else [None]
 
 
 def _last_each(services: Sequence[StoppedService]) -> tuple[StoppedService, ...]:

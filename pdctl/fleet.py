@@ -221,13 +221,15 @@ class Fleet:
         return [(n, o) for n, o in outcomes.items() if not isinstance(o, PdctlError)]
 
     def stop(self, names: Names, grace_s: float) -> list[dict[str, Any]]:
-        """Stop these services; what was found afterwards."""
+        """Stop these services; what was found afterwards. Hosts that have none are left alone."""
+        there = {id(s): self._there(s, names) for s in self.sessions}
 
         def stop(session: Session) -> dict[str, Any]:
-            payload = {"services": self._there(session, names), "timeout": grace_s}
+            payload = {"services": there[id(session)], "timeout": grace_s}
             return session.call("stop", payload, timeout=grace_s + CALL_TIMEOUT_S)
 
-        answers = self.on_sessions(stop)
+        concerned = [s for s in self.sessions if there[id(s)] != []]
+        answers = self.on_some(concerned, stop)
         return [{**report, "host": host} for host, a in answers for report in a["services"]]
 
     def purge(self, names: Names) -> None:

@@ -30,6 +30,7 @@ def test_three_machines_from_up_to_down(cluster: Cluster) -> None:
     assert [m.logins() for m in machines] == [3, 3, 3], "one connection for each command"
     down = cluster.pdctl("down", "demo")
     assert down.rc == 0, down.err
+    assert down.err.count(" stopped ") == 3, "each once, by the host that had it"
     assert [m.logins() for m in machines] == [4, 4, 4]
     for machine in machines:
         assert machine.clean(), machine.leftovers()
