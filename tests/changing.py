@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from supervision import Home, free_run
+from free_ports import free_run
+from supervision import Home
 
 from pdctl import ops
 from pdctl.health import get_json

@@ -28,7 +28,23 @@ def model_path() -> Path:
     return path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # xdist looks for its marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        _keep_together(items)
+    _skip_without_devices(items)
+
+
+def _keep_together(items: list[pytest.Item]) -> None:
+    """With several workers (`-n 2`, as `make test` does) a file stays in one, for its fixtures. So
+    do all files with the real model: they share deployments, and two at once would be slow."""
+    real = {item.path for item in items if "model_path" in getattr(item, "fixturenames", ())}
+    for item in items:
+        group = "real model" if item.path in real else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _skip_without_devices(items: list[pytest.Item]) -> None:
     """Tests of real verbs need the guest's devices; in the guest they must be there."""
     if has_devices():
         return

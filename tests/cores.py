@@ -33,13 +33,6 @@ START_S = 60.0
 FAKE = Path(__file__).parent / "fake_engine.py"
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 @dataclass(slots=True)
 class Answer:
     """All that came for one request."""

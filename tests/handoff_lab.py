@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import secrets
-import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine
+from free_ports import free_port
 from rdma_lab import devices_for
 
 from runtime.config import Address, ModelConfig, PeerConfig, RdmaConfig, WorkerConfig
@@ -40,13 +40,6 @@ from runtime.transfer.mailbox import Mailbox
 BLOCK_SIZE = 4
 BLOCK_BYTES = 2 * 2 * 1 * 8 * 4 * BLOCK_SIZE
 TOKEN = b"a token of tests"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def config(name: str, role: str, **more: Any) -> WorkerConfig:

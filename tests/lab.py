@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,23 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
 from supervision import Home
 
 PREFILL = {"host": "local", "threads": 1, "kv_cache": "256MiB"}
 DECODE = {"host": "local", "threads": 1, "kv_cache": "256MiB", "cpu_buffer": "128MiB"}
 
 MODEL_NAME = "smollm2"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def descendants(pid: int) -> list[int]:
@@ -72,7 +61,7 @@ class Lab:
             "model": str(self.model),
             "model_name": MODEL_NAME,
             "hosts": {"local": {}},
-            "router": {"host": "local", "port": free_ports(1)[0]},
+            "router": {"host": "local", "port": free_port()},
         } | sections
         path.write_text(json.dumps(document, indent=1))
         return path

@@ -26,7 +26,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cores import Answer, Core, Cores, free_port, running_cores
+from cores import Answer, Core, Cores, running_cores
+from free_ports import free_port
 from tiny_llama import write_tiny_llama
 from wire import Wire
 

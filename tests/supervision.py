@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import io
 import json
-import random
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port, free_run
 
 from pdctl.agent import shim_call
 from pdctl.errors import StateError
@@ -120,30 +119,6 @@ class Lab:
         return shim_call(self.host, do, payload)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def free_run(count: int) -> range:
-    """So many ports in a row, free a moment ago, and none that an outgoing connection may get."""
-    while True:
-        first = random.randrange(12000, 30000)
-        ports = range(first, first + count)
-        if all(map(_is_free, ports)):
-            return ports
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as s:
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
-
-
 @dataclass
 class Site:
     """Whole deployments of the stub, from topology files."""
@@ -156,9 +131,9 @@ class Site:
     def _ports(
         self, name: str, role: str, number: int, purposes: tuple[str, ...]
     ) -> dict[str, int]:
-        """Ports that were free once, and stay a service's: others test on this machine too."""
+        """Ports that were free once, and stay a service's. The next is free too: for a replica."""
         keys = [(name, role, number, purpose) for purpose in purposes]
-        return {key[3]: self.taken.setdefault(key, free_port()) for key in keys}
+        return {key[3]: self.taken.setdefault(key, free_run(2)[0]) for key in keys}
 
     def topology(self, name: str = "demo", **sections: Any) -> Path:
         document: dict[str, Any] = {

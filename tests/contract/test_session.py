@@ -14,7 +14,8 @@ import handoff_lab
 import msgspec
 import pytest
 from fake_engine import expected
-from handoff_lab import BLOCK_BYTES, Instance, config, free_port, pair, start
+from free_ports import free_port
+from handoff_lab import BLOCK_BYTES, Instance, config, pair, start
 from rdma_lab import KINDS, devices_for
 
 from runtime.config import Address, PeerConfig, RdmaConfig

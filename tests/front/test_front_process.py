@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from free_ports import free_port
 
 from runtime.config import Address, ModelConfig, WorkerConfig
 from runtime.errors import ConfigError
@@ -84,11 +85,8 @@ def start(byte_model: Path, token_file: Path, tmp_path: Path) -> Iterator[Start]
     workers: list[Worker] = []
 
     def start_worker(**changes: Any) -> Worker:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        config = worker_config(
-            byte_model, token_file, **({"listen": Address("127.0.0.1", port)} | changes)
-        )
+        listen = {"listen": Address("127.0.0.1", free_port())}
+        config = worker_config(byte_model, token_file, **(listen | changes))
         file = tmp_path / "config.json"
         file.write_bytes(msgspec.json.encode(config))
         worker = Worker([str(HERE / "fake_worker.py"), str(file)], config.listen.port)

@@ -8,7 +8,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from supervision import Home, Lab, Site, free_port
+from free_ports import free_port
+from supervision import Home, Lab, Site
 
 from pdctl import __version__, ops
 from pdctl.errors import HostCommandError

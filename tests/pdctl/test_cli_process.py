@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from supervision import Site, eventually, free_port
+from free_ports import free_port
+from supervision import Site, eventually
 
 TOPOLOGIES = Path(__file__).parents[2] / "topologies"
 HELP_LIMIT_S = 0.4

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervision import Home, Site, free_port
+from free_ports import free_port
+from supervision import Home, Site
 
 from pdctl import ops
 from pdctl.errors import ServiceFailed, StateError

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervision import Home, Site, free_port
+from free_ports import free_port
+from supervision import Home, Site
 
 from pdctl import ops, state
 from pdctl.errors import HostUnreachable, UsageError

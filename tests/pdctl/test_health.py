@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from supervision import free_port
+from free_ports import free_port
 
 from pdctl.errors import ServiceFailed
 from pdctl.health import Watcher, probe_ready, wait_ready

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from supervision import Lab, check_program, eventually, free_port, gone, ran
+from free_ports import free_port
+from supervision import Lab, check_program, eventually, gone, ran
 
 import pdctl.shim
 from pdctl.agent import open_shim

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from supervision import Home, Site, check_program, eventually, free_port, gone, ran
+from free_ports import free_port
+from supervision import Home, Site, check_program, eventually, gone, ran
 
 from pdctl import ops
 from pdctl.errors import HostCommandError, HostUnreachable

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervision import Home, Site, eventually, free_port, gone
+from free_ports import free_port
+from supervision import Home, Site, eventually, gone
 
 from pdctl import ops, state
 from pdctl.agent import Session

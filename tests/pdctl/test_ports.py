@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervision import Home, Lab, Site, eventually, free_port
+from free_ports import free_port
+from supervision import Home, Lab, Site, eventually
 
 import pdctl.up
 from pdctl import ops

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from supervision import free_port
+from free_ports import free_port
 
 from pdctl.draining import Drain, known_to
 from pdctl.errors import PdctlError

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from supervision import STUB, Lab, eventually, free_port, gone
+from free_ports import free_port
+from supervision import STUB, Lab, eventually, gone
 
 from pdctl.errors import HostCommandError
 

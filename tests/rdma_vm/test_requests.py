@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cores import Cores, free_port, running_cores
+from cores import Cores, running_cores
+from free_ports import free_port
 from rdma_lab import DECODE_ADDRESS, DECODE_LINK, PREFILL_ADDRESS, netem
 from tiny_llama import write_tiny_llama
 

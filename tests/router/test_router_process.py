@@ -19,14 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 
 TOKEN = "process-token"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def write_config(folder: Path, port: int, **more: Any) -> Path:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cores import Core, Cores, free_port, running_cores
+from cores import Core, Cores, running_cores
 from fake_engine import expected
+from free_ports import free_port
 from rdma_lab import KINDS, devices_for
 
 from runtime.protocol import Failed, Ledger

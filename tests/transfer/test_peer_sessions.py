@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from fake_engine import expected
-from handoff_lab import BLOCK_BYTES, Instance, config, free_port, start
+from free_ports import free_port
+from handoff_lab import BLOCK_BYTES, Instance, config, start
 
 from runtime.config import Address, PeerConfig
 from runtime.protocol import Failed, PeerAddress, PeerGone, Tokens

@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from cores import Cores, free_port, running_cores
+from cores import Cores, running_cores
+from free_ports import free_port
 
 from runtime.protocol import Failed
 

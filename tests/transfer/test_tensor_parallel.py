@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from cores import Core, Cores, free_port, running_cores
+from cores import Core, Cores, running_cores
+from free_ports import free_port
 from tiny_llama import write_tiny_llama
 
 from runtime.config import WorkerConfig, load
