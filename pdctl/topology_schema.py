@@ -218,7 +218,7 @@ class DecodeGroup(Group):
     """Receives KV into its CPU buffer and generates."""
 
     cpu_buffer: Size = 256 << 20
-    transfer: Literal["auto", "shm", "rdma", "tcp"] = "auto"
+    transfer: Literal["auto", "cuda_ipc", "shm", "rdma", "tcp"] = "auto"
     rdma: RdmaDevice = RdmaDevice()
 
 

@@ -15,7 +15,7 @@ import msgspec
 from runtime.errors import ConfigError
 
 Role = Literal["prefill", "decode", "mixed"]
-TransferKind = Literal["auto", "shm", "rdma", "tcp"]
+TransferKind = Literal["auto", "cuda_ipc", "shm", "rdma", "tcp"]
 PolicyName = Literal["least_loaded", "round_robin"]
 
 

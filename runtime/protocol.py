@@ -261,14 +261,20 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     peers: dict[str, PeerState]
     """Decode: prefill peers. Prefill: connected decode instances."""
     counters: dict[str, float]
-    """Monotonic totals, Prometheus style without prefix: requests_finished, prompt_tokens,
-    cached_tokens, output_tokens, kv_bytes_shm, kv_bytes_rdma, kv_bytes_tcp, transfers,
-    transfer_seconds, swap_in_seconds, preemptions, ..."""
+    """Monotonic totals, Prometheus style without prefix: requests_finished, kv_bytes_<path>, ..."""
 
 
 Event = CoreReady | PeerState | PeerGone | Tokens | Failed | Stats | Measured
 
 # ---- decode -> prefill ---------------------------------------------------------------------------
+
+
+class GpuPool(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode's device pool: `offset` bytes into the allocation that the CUDA IPC handle is of."""
+
+    handle: bytes
+    offset: int
+    nbytes: int
 
 
 class RdmaEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,7 +303,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     instance: str
     incarnation: str
     fingerprint: dict[str, str | int]
-    transfer: Literal["auto", "shm", "rdma", "tcp"]
+    transfer: Literal["auto", "cuda_ipc", "shm", "rdma", "tcp"]
     segment: str
     """Name of the CPU buffer's shared memory segment on the decode host."""
     segment_bytes: int
@@ -307,6 +313,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rdma: RdmaEnd | None = None
     no_rdma: str = ""
     """Why `rdma` is None."""
+    gpu: GpuPool | None = None
+    no_gpu: str = ""
+    """Why `gpu` is None, unless KV is not on a GPU at all."""
 
 
 class HelloData(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -372,7 +381,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     instance: str
     incarnation: str
     session: int
-    path: Literal["shm", "rdma", "tcp"]
+    path: Literal["cuda_ipc", "shm", "rdma", "tcp"]
     path_reason: str = ""
     """Why it is not a better one."""
     streams: int = 1

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from gpu_stand_in import StandIn, device_memory, free_device_memory
 
 from runtime.config import WorkerConfig
 from runtime.engine.contract import (
@@ -36,6 +37,7 @@ from runtime.engine.contract import (
 )
 from runtime.kv.cache import BlockCache
 from runtime.kv.copies import HostCopies, PoolCopies
+from runtime.kv.gpu_swap import GpuCopies
 from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.prefix import block_hashes
 from runtime.kv.region import Region
@@ -91,7 +93,9 @@ class FakeEngine:
         *,
         chunk_blocks: int = 2,
         step_s: float = 0.0,
+        gpu: bool = False,
     ) -> None:
+        """`gpu`: the pool is in a GPU's memory, or what stands in for it."""
         self._emit = emit
         self.layout = KvLayout(2, 2, 4, config.block_size, "float32")
         self.num_blocks = config.kv_cache_bytes // self.layout.block_bytes
@@ -99,10 +103,13 @@ class FakeEngine:
         if shared := place(self.pool_map):
             memory = (ctypes.c_uint8 * shared.nbytes).from_address(shared.address)
             self._memory = np.ctypeslib.as_array(memory)
+        elif gpu:
+            self._memory = device_memory(self.pool_map.nbytes)
         else:
             self._memory = np.zeros(self.pool_map.nbytes, dtype=np.uint8)
         self.pool = Region(self._memory.ctypes.data, self._memory.nbytes)
-        self.copies: PoolCopies = HostCopies(self.pool)
+        self._gpu = gpu
+        self.copies: PoolCopies = GpuCopies(self.pool, StandIn()) if gpu else HostCopies(self.pool)
         self.fingerprint: dict[str, str | int] = {"model": "fake", **self.layout.fingerprint()}
         self._cache = BlockCache(self.num_blocks)
         self._prefix_cache = config.prefix_cache and config.role == "decode"
@@ -189,6 +196,11 @@ class FakeEngine:
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def close(self) -> None:
+        """After `run` has returned."""
+        if self._gpu:
+            free_device_memory(self._memory)
 
     def pause(self, *kinds: str) -> None:
         self.paused = set(kinds)

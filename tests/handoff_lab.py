@@ -132,6 +132,7 @@ class Instance:
         await self.role.close()
         self.engine.stop()
         self.thread.join(5)
+        self.engine.close()
         self.segment.close(quiet=True)
 
 
@@ -218,13 +219,15 @@ async def pair(
     buffer_blocks: int = 64,
     tp_sizes: tuple[int, int] = (1, 1),
     prefill: Any = None,
+    gpu: bool = False,
     **decode: Any,
 ) -> AsyncIterator[Pair]:
     """A linked prefill and decode instance, of these tp_sizes; when the block ends, both are idle
-    and leave no segment.
+    and leave no segment. `gpu`, and over cuda_ipc: on what stands in for GPUs.
     """
     port = free_port()
     devices = [RdmaConfig(**names) for names in devices_for(kind)]
+    gpu = gpu or kind == "cuda_ipc"
     p = await start(
         config(
             "prefill-0",
@@ -233,6 +236,7 @@ async def pair(
             tp_size=tp_sizes[0],
             rdma=devices[0],
         ),
+        gpu=gpu,
         **(prefill or {}),
     )
     d = await start(
@@ -241,11 +245,11 @@ async def pair(
             "decode",
             cpu_buffer_bytes=buffer_blocks * BLOCK_BYTES,
             prefill_peers=[PeerConfig("prefill-0", Address("127.0.0.1", port))],
-            transfer=kind,
             tp_size=tp_sizes[1],
             rdma=devices[1],
-            **decode,
-        )
+            **{"transfer": kind, **decode},
+        ),
+        gpu=gpu,
     )
     made = Pair(p, d, port)
     try:

@@ -17,8 +17,10 @@ IN_GUEST = os.environ.get("RDMA_VM") == "1"
 PREFILL_DEVICE, DECODE_DEVICE = "rxa", "rxb"
 PREFILL_LINK, DECODE_LINK = "va", "vb"
 PREFILL_ADDRESS, DECODE_ADDRESS = "10.77.1.1", "10.77.1.2"
-KINDS = ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.rdma)]
-"""Every transport."""
+BUFFERED = ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.rdma)]
+"""Every transport that goes through the CPU buffer when the device pool is on a GPU."""
+KINDS = ["cuda_ipc", *BUFFERED]
+"""Every transport; cuda_ipc with a stand-in for the GPUs."""
 BINDINGS = [name for name in verbs.BINDINGS if name != "pyverbs" or os.environ.get(PYVERBS, "1")]
 """Debian's pyverbs is made for Debian's Python: the guest's script says where there is none."""
 

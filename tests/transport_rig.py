@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from gpu_stand_in import StandIn, device_memory, free_device_memory
 from numpy.typing import NDArray
 from rdma_lab import DECODE_DEVICE, PREFILL_DEVICE
 
 from runtime.config import RdmaConfig
 from runtime.kv.buffer import CpuBuffer
+from runtime.kv.gpu_swap import GpuCopies
+from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.region import Region
-from runtime.protocol import RdmaEnd
+from runtime.protocol import GpuPool, RdmaEnd
 from runtime.transfer import verbs
 from runtime.transfer.base import Receiver, ReceiverEvents, Runs, Sender
+from runtime.transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender, offer_pool
 from runtime.transfer.identity import ProcessIdentity, own_identity
 from runtime.transfer.rdma import RdmaOffer, RdmaReceiver, RdmaSender
 from runtime.transfer.rdma_adapter import RdmaAdapter
@@ -51,6 +55,8 @@ class Rig:
     streams: int
     buffer: CpuBuffer
     pool: NDArray[np.uint8]
+    device: NDArray[np.uint8] | None = None
+    """cuda_ipc: decode's device pool, all blocks but the first."""
     landed: list[int] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -61,19 +67,31 @@ class Rig:
 
     @classmethod
     def make(cls, kind: str, blocks: int, size: int, streams: int = 1) -> Rig:
-        buffer = CpuBuffer.create(f"pdctl-test-{secrets.token_hex(6)}", blocks * size, size)
+        gpu = kind == "cuda_ipc"
+        buffered = 1 if gpu else blocks
+        buffer = CpuBuffer.create(f"pdctl-test-{secrets.token_hex(6)}", buffered * size, size)
+        device = device_memory((blocks - 1) * size) if gpu else None
         rng = np.random.default_rng(blocks * size)
         pool = rng.integers(0, 256, blocks * size, dtype=np.uint8)
-        memory(buffer.region)[:] = b"\xee" * buffer.nbytes
-        return cls(kind, blocks, size, streams, buffer, pool)
+        rig = cls(kind, blocks, size, streams, buffer, pool, device)
+        rig.fill(0xEE)
+        return rig
 
     @property
     def source(self) -> Region:
         return Region(self.pool.ctypes.data, self.pool.nbytes)
 
+    def fill(self, value: int) -> None:
+        """All of decode's memory."""
+        memory(self.buffer.region)[:] = bytes([value]) * self.buffer.nbytes
+        if self.device is not None:
+            self.device[:] = value
+
     def bytes_of(self, blocks: list[int] | None = None) -> bytes:
-        """The buffer's bytes, of these blocks in this order."""
+        """The bytes of decode's memory, of these blocks in this order."""
         everything = bytes(memory(self.buffer.region))
+        if self.device is not None:
+            everything += self.device.tobytes()
         if blocks is None:
             return everything
         return b"".join(everything[b * self.size : (b + 1) * self.size] for b in blocks)
@@ -83,7 +101,11 @@ class Rig:
 
     def connect(self) -> None:
         """Both ends in this process."""
-        if self.kind == "shm":
+        if self.kind == "cuda_ipc":
+            self.receiver = CudaIpcReceiver(own_identity())
+            name, nbytes = self.buffer.name, self.buffer.nbytes
+            self.sender = CudaIpcSender.open(name, nbytes, StandIn(), self._gpu_pool())
+        elif self.kind == "shm":
             self.receiver = ShmReceiver(own_identity())
             self.sender = ShmSender.open(self.buffer.name, self.buffer.nbytes)
         elif self.kind == "rdma":
@@ -98,14 +120,17 @@ class Rig:
             self.sender = TcpSender(theirs)
 
     def connect_child(self) -> None:
-        """The sender in a process of its own, which puts block 0 into block 0 again and again."""
+        """The sender in a process of its own, which puts into one block again and again."""
         argv = [sys.executable, __file__, self.kind]
-        if self.kind == "shm":
+        if self.kind in ("shm", "cuda_ipc"):
             argv += [self.buffer.name, str(self.buffer.nbytes), str(self.size)]
+            if self.kind == "cuda_ipc":
+                argv.append(msgspec.msgpack.encode(self._gpu_pool()).hex())
             self.child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
             assert self.child.stdout is not None
             pid, ticks, boot = self.child.stdout.readline().split()
-            self.receiver = ShmReceiver(ProcessIdentity(int(pid), int(ticks), boot))
+            receiver = ShmReceiver if self.kind == "shm" else CudaIpcReceiver
+            self.receiver = receiver(ProcessIdentity(int(pid), int(ticks), boot))
             return
         if self.kind == "rdma":
             offer = self._rdma_offer()
@@ -124,6 +149,14 @@ class Rig:
             self.child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
             server.settimeout(20)
             self.receiver = self._tcp_receiver([server.accept()[0]])
+
+    def _gpu_pool(self) -> GpuPool:
+        assert self.device is not None
+        region = Region(self.device.ctypes.data, self.device.nbytes)
+        layout = KvLayout(1, 1, self.size // 8, 1, "float32")
+        offered = offer_pool(GpuCopies(region, StandIn()), PoolMap(layout, self.blocks - 1))
+        assert offered is not None
+        return offered
 
     def _rdma_offer(self) -> RdmaOffer:
         self.adapters.append(open_adapter(DECODE_DEVICE, self.buffer.region, remote_write=True))
@@ -153,6 +186,8 @@ class Rig:
         for adapter in self.adapters:
             adapter.close()
         self.buffer.close()
+        if self.device is not None:
+            free_device_memory(self.device)
 
 
 def open_adapter(device: str, region: Region, *, remote_write: bool = False) -> RdmaAdapter:
@@ -172,14 +207,19 @@ def use_bindings(names: Iterable[str]) -> None:
 
 
 def main() -> None:
-    """`transport_rig.py shm NAME BYTES BLOCK_BYTES`, `tcp HOST PORT BLOCK_BYTES` or
-    `rdma END BYTES BLOCK_BYTES BINDING...`; END is the receiver's, in msgpack and hex.
+    """`transport_rig.py shm NAME BYTES BLOCK_BYTES`, `cuda_ipc NAME BYTES BLOCK_BYTES POOL`, `tcp
+    HOST PORT BLOCK_BYTES` or `rdma END BYTES BLOCK_BYTES BINDING...`; END and POOL are the
+    receiver's, in msgpack and hex.
     """
     kind, where, number, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     pool = np.zeros(size, dtype=np.uint8)
     sender: Sender
-    if kind == "shm":
+    target = 0
+    if kind in ("shm", "cuda_ipc"):
         sender = ShmSender.open(where, number)
+        if kind == "cuda_ipc":
+            theirs = msgspec.msgpack.decode(bytes.fromhex(sys.argv[5]), type=GpuPool)
+            sender, target = CudaIpcSender(sender, StandIn(), theirs), 1
         me = own_identity()
         print(me.pid, me.start_ticks, me.boot_id, flush=True)
     elif kind == "rdma":
@@ -196,7 +236,7 @@ def main() -> None:
     while True:
         nonce += 1
         pool[:] = nonce % 256
-        sender.put(nonce, Region(pool.ctypes.data, size), block_runs([0], [0], size), 1)
+        sender.put(nonce, Region(pool.ctypes.data, size), block_runs([0], [target], size), 1)
 
 
 if __name__ == "__main__":

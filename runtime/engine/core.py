@@ -270,7 +270,8 @@ def _bytes_of(region: Region) -> Tensor:
 def _copies(config: WorkerConfig, device: torch.device, pool: Region) -> PoolCopies:
     if device.type == "cpu" or config.role == "mixed":  # which moves no KV
         return HostCopies(pool)
-    from runtime.kv.gpu_swap import CupyEngine, GpuCopies
+    from runtime.kv.cupy_engine import CupyEngine
+    from runtime.kv.gpu_swap import GpuCopies
 
     number = torch.cuda.current_device() if device.index is None else device.index
     return GpuCopies(pool, CupyEngine(number))

@@ -16,7 +16,7 @@ from runtime.engine.contract import (
 )
 from runtime.engine.mixed import MixedRole
 from runtime.engine.role import Parts, Role
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, TransferError
 from runtime.kv.swap import SwapLanes
 from runtime.protocol import (
     PROTOCOL_VERSION,
@@ -30,6 +30,7 @@ from runtime.protocol import (
     PeerState,
     RequestId,
 )
+from runtime.transfer.cuda_ipc import offer_pool
 from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.handoff_prefill import PrefillHandoff
 from runtime.transfer.measure import Measurer
@@ -75,7 +76,8 @@ class PrefillRole(Role):
             token=parts.token,
         )
         self._rdma = Rdma(config, parts.engine.pool, remote_write=False)
-        paths = SenderPaths(config.name, config.transfer, self._rdma)
+        gpu = parts.engine.copies.engine
+        paths = SenderPaths(config.name, config.transfer, self._rdma, gpu)
         self._server = PeerServer(local, paths, self._handoff, parts.mailbox.post)
 
     async def start(self) -> None:
@@ -145,6 +147,12 @@ class DecodeRole(Role):
 
     def _hello(self) -> Hello:
         config = self._parts.config
+        gpu, no_gpu = None, ""
+        if config.transfer in ("auto", "cuda_ipc"):
+            try:
+                gpu = offer_pool(self._parts.engine.copies, self._parts.engine.pool_map)
+            except TransferError as e:
+                no_gpu = str(e)
         return Hello(
             version=PROTOCOL_VERSION,
             deployment=config.deployment,
@@ -156,6 +164,8 @@ class DecodeRole(Role):
             segment_bytes=self._buffer.nbytes,
             block_bytes=self._buffer.block_bytes,
             streams=own_streams(),
+            gpu=gpu,
+            no_gpu=no_gpu,
         )
 
     async def measure(self, ask: Measure) -> Measured:

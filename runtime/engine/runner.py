@@ -90,7 +90,12 @@ class Runner:
                 return self._attend_native(batch, cache, q)
             return attend_torch(batch, cache, q, self._scale)
 
-        return self._decoder.logits(batch.tokens, batch.positions, attend, batch.rows)
+        logits = self._decoder.logits(batch.tokens, batch.positions, attend, batch.rows)
+        if device.type == "cuda" and not len(logits):
+            # A step that samples is over when its tokens are read. So shall this one be: what its
+            # requests then free may be given to another process to write (cuda_ipc).
+            torch.cuda.current_stream(device).synchronize()
+        return logits
 
     def _attend_native(self, batch: Batch, cache: Tensor, q: Tensor) -> Tensor:
         q = q.contiguous()

@@ -1,9 +1,9 @@
 """Decode's CPU buffer: one segment of pinned shared memory, handed out in blocks.
 
 Owns which block is free, reserved or quarantined. A block is never free while a remote writer may
-still write to it or a copy reads it. On a CPU the segment begins with the device pool, so that a
-reservation may also be of device blocks: who lends them gets them back under the same rule. Knows
-nothing of peers, queues or requests: nonces name reservations. For the asyncio thread only.
+still write to it or a copy reads it. A reservation may also be of device blocks: who lends them
+gets them back under the same rule. On a CPU the segment begins with the device pool. Knows nothing
+of peers, queues or requests: nonces name reservations. For the asyncio thread only.
 """
 
 from __future__ import annotations
@@ -119,8 +119,9 @@ class CpuBuffer:
     def lend(
         self, reservation: Reservation, blocks: tuple[int, ...], give_back: Callable[[], None]
     ) -> None:
-        """A reservation of nothing becomes one of these blocks of the pool."""
-        assert not reservation.blocks and max(blocks, default=0) < self.pool_blocks
+        """A reservation of nothing becomes one of these, which are not the buffer's."""
+        own = range(self.pool_blocks, self.pool_blocks + self.num_blocks)
+        assert not reservation.blocks and not any(block in own for block in blocks)
         reservation.blocks = blocks
         reservation.give_back = give_back
 

@@ -1,7 +1,7 @@
-"""Copies between the device pool and host memory: one interface, chosen by the device.
+"""Copies between the device pool and other memory: the interfaces, and the pool that the CPU
+reaches itself; gpu_swap.py has the one on a GPU.
 
-`HostCopies` is for a pool that the CPU reaches itself; gpu_swap.py has the one for a GPU. Calls
-block, so they belong on the threads of kv.swap.
+Calls block, so they belong on the threads of kv.swap.
 """
 
 from __future__ import annotations
@@ -17,12 +17,48 @@ from runtime.kv.swap import copy_region
 Runs = NDArray[np.int64]
 
 
+class CopyEngine(Protocol):
+    """What is needed of CUDA. Addresses may be of this GPU, of one that it reaches, or of the host.
+    Raises TransferError.
+    """
+
+    def begin(self) -> None:
+        """Later copies of this thread start after all that the model has enqueued by now."""
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Enqueue one copy."""
+
+    def copy_runs(self, to: int, source: int, runs: Runs) -> bool:
+        """Enqueue them all as one kernel, or say that kernels do not reach this memory."""
+
+    def finish(self) -> None:
+        """Wait until all are done."""
+
+    def pinned(self, nbytes: int) -> Region:
+        """Page-locked host memory, kept as long as this object."""
+
+    def share(self, address: int) -> tuple[bytes, int]:
+        """A handle with which other processes of this host may map the GPU's allocation that the
+        address lies in, and how far into it.
+        """
+
+    def map(self, handle: bytes) -> int:
+        """Where the allocation of another process begins here."""
+
+    def unmap(self, address: int) -> None:
+        """Nothing of this process writes there any more."""
+
+
 class PoolCopies(Protocol):
-    """All methods return only when the bytes are in place, and raise TransferError."""
+    """The copies return only when the bytes are in place, and raise TransferError."""
 
     @property
-    def host(self) -> Region | None:
-        """The pool, where the CPU can read it; None on a GPU."""
+    def pool(self) -> Region:
+        """On the device."""
+
+    @property
+    def engine(self) -> CopyEngine | None:
+        """What reaches the pool where the CPU does not; None: the CPU does."""
 
     def into(self, source: Region, runs: Runs) -> int:
         """From host memory into the pool; returns the bytes."""
@@ -37,18 +73,16 @@ class PoolCopies(Protocol):
 
 
 class HostCopies:
-    def __init__(self, pool: Region) -> None:
-        self._pool = pool
+    engine = None
 
-    @property
-    def host(self) -> Region | None:
-        return self._pool
+    def __init__(self, pool: Region) -> None:
+        self.pool = pool
 
     def into(self, source: Region, runs: Runs) -> int:
-        return copy_region(self._pool, source, runs)
+        return copy_region(self.pool, source, runs)
 
     def out(self, to: Region, runs: Runs) -> int:
-        return copy_region(to, self._pool, runs)
+        return copy_region(to, self.pool, runs)
 
     def staging(self, nbytes: int) -> Region:
         raise AssertionError("a pool in host memory needs no staging")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from runtime.kv.region import Region
 from runtime.kv.swap import Post
 
-PathKind = Literal["shm", "rdma", "tcp"]
+PathKind = Literal["cuda_ipc", "shm", "rdma", "tcp"]
 """Best first: in this order they are tried when both sides leave the choice (`auto`)."""
 
 Runs = NDArray[np.int64]
@@ -37,6 +37,8 @@ class Sender(ABC):
     """Nothing of a put that raised is written once a terminal message about it has arrived. False:
     only the end of the session is proof of that.
     """
+    reads_gpu: ClassVar[bool] = False
+    """`put` takes memory of this process's GPU as its source, too."""
 
     @abstractmethod
     def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:

@@ -55,6 +55,7 @@ from runtime.transfer.pledges import Pledges
 from runtime.transfer.reservations import Reservations, Waiter
 from runtime.transfer.swap_in import SwapIn
 from runtime.transfer.swap_out import SwapOuts
+from runtime.transfer.trial import prove_pool
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class DecodeHandoff:
         self._attempts = itertools.count(1)
         self._closing: set[DecodeRequest] = set()
         """Over for the front, with a copy that still runs or a writer that still may write."""
-        self._pledges = Pledges(engine, direct=buffer.pool_blocks > 0)
+        self._pledges = Pledges(engine)
         self._admission = Admission(config, engine, buffer.num_blocks)
         self.peers = PeerTable((peer.name for peer in config.prefill_peers), send)
 
@@ -133,16 +134,24 @@ class DecodeHandoff:
     # ---- reserve --------------------------------------------------------------------------------
 
     def _needs(self, request: DecodeRequest, free: int) -> int:
-        return self._pledges.needs(request, self._requests.values(), free)
+        direct = self.first_device_block(request.session.path) is not None
+        return self._pledges.needs(request, self._requests.values(), free, direct=direct)
+
+    def first_device_block(self, path: str) -> int | None:
+        """Its number in puts over this path; None: they do not reach the device pool."""
+        if self._buffer.pool_blocks:
+            return 0
+        return self._buffer.num_blocks if path == "cuda_ipc" else None
 
     def _granted(self, request: DecodeRequest, reservation: Reservation) -> None:
         now = self._loop.time()
         request.waiter = None
         request.landing = landing = Landing(reservation, request.missing_device_blocks)
-        if landing.device is not None and self._buffer.pool_blocks:
+        first = self.first_device_block(request.session.path)
+        if landing.device is not None and first is not None:
             landing.direct = True
-            give_back = partial(self._release_engine, request)
-            self._buffer.lend(reservation, landing.device, give_back)
+            blocks = tuple(first + block for block in landing.device)
+            self._buffer.lend(reservation, blocks, partial(self._release_engine, request))
         request.granted = now
         self.accounts.reserved(request)
         _cancel_timer(request.reserve_timer)
@@ -178,6 +187,14 @@ class DecodeHandoff:
     def session_opened(self, session: DecodeSession) -> None:
         """Welcomed, path not tested yet."""
         self.reservations.welcomed(session.peer, session.welcome.incarnation)
+
+    async def prove_pool(self, session: DecodeSession) -> None:
+        """See that a path into another memory than the buffer's leads there. Raises TransferError,
+        and LinkClosed when the session is lost.
+        """
+        first = self.first_device_block(session.path)
+        if first:
+            await prove_pool(session, self.reservations, self._engine, first)
 
     def session_down(self, session: DecodeSession, reason: str) -> None:
         """Fails, in this turn of the loop, everything that still needs the peer."""

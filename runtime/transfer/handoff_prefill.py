@@ -149,7 +149,7 @@ class PrefillHandoff:
         return ""
 
     def _blocks_of(self, session: PrefillSession) -> int:
-        return self._layout.num_blocks_in(session.hello.segment_bytes)
+        return self._layout.num_blocks_in(session.room)
 
     def _path_test(self, session: PrefillSession, message: PathTest) -> None:
         """Put bytes where the peer asked for them, on the lane that all KV takes."""

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from runtime.config import TransferKind
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer
+from runtime.kv.copies import CopyEngine
 from runtime.link import Link, LinkClosed
 from runtime.protocol import Hello, HelloData, PeerReply, Pong, RdmaEnd, Welcome
 from runtime.transfer.base import PathKind, Receiver, ReceiverEvents, Sender
+from runtime.transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from runtime.transfer.identity import ProcessIdentity
 from runtime.transfer.rdma import RdmaOffer, RdmaReceiver, RdmaSender
 from runtime.transfer.rdma_adapter import Rdma, RdmaAdapter
@@ -29,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 UNREACHABLE_S = 30.0
-_BEST_FIRST: tuple[PathKind, ...] = ("shm", "rdma", "tcp")
+_BEST_FIRST: tuple[PathKind, ...] = ("cuda_ipc", "shm", "rdma", "tcp")
+_NO_GPU = "its KV cache is not on a GPU"
 
 Dial = Callable[
     [contextlib.AsyncExitStack], Awaitable[tuple[Link[PeerReply], asyncio.StreamWriter]]
@@ -52,10 +55,13 @@ class OpenedPath:
 class SenderPaths:
     """For a prefill instance."""
 
-    def __init__(self, instance: str, transfer: TransferKind, rdma: Rdma) -> None:
+    def __init__(
+        self, instance: str, transfer: TransferKind, rdma: Rdma, gpu: CopyEngine | None
+    ) -> None:
         self._instance = instance
         self._transfer = transfer
         self._rdma = rdma
+        self._gpu = gpu
         self._unreachable: dict[bytes, tuple[float, str]] = {}
         """Addresses that could not be connected to: until when that is believed, and why."""
 
@@ -73,6 +79,8 @@ class SenderPaths:
         for path in _BEST_FIRST:
             if wanted and path not in wanted:
                 continue
+            if path == "cuda_ipc" and not wanted and not (hello.gpu or hello.no_gpu):
+                continue  # nobody expects it between CPUs
             try:
                 opened = await self._open(path, hello)
             except TransferError as e:
@@ -85,6 +93,14 @@ class SenderPaths:
         raise TransferError("; ".join(passed))
 
     async def _open(self, path: PathKind, hello: Hello) -> OpenedPath:
+        if path == "cuda_ipc":
+            if hello.gpu is None:
+                raise TransferError(f"{hello.instance}: {hello.no_gpu or _NO_GPU}")
+            if self._gpu is None:
+                raise TransferError(f"{self._instance}: {_NO_GPU}")
+            name, nbytes = hello.segment, hello.segment_bytes
+            ipc = await asyncio.to_thread(CudaIpcSender.open, name, nbytes, self._gpu, hello.gpu)
+            return OpenedPath(path, ipc)
         if path == "shm":
             # In a thread: mapping, and locking, gigabytes takes a while.
             shm = await asyncio.to_thread(ShmSender.open, hello.segment, hello.segment_bytes)
@@ -131,8 +147,9 @@ class ReceiverPaths:
         self, welcome: Welcome, offer: RdmaOffer | None, dial: Dial, events: ReceiverEvents
     ) -> Receiver:
         """Decode's end of the path that prefill chose."""
-        if welcome.path == "shm":
-            return ShmReceiver(ProcessIdentity(welcome.pid, welcome.start_ticks, welcome.boot_id))
+        if welcome.path in ("shm", "cuda_ipc"):
+            kind = ShmReceiver if welcome.path == "shm" else CudaIpcReceiver
+            return kind(ProcessIdentity(welcome.pid, welcome.start_ticks, welcome.boot_id))
         if welcome.path == "rdma":
             if offer is None or welcome.rdma is None:
                 raise LinkClosed("welcomed over rdma, with an end missing")

@@ -43,7 +43,7 @@ SILENCE_S = 5.0
 TERMINAL_S = 20.0
 """A writer that does not give back blocks within this long, though told to, is cut off."""
 DISTRUST_S = 60.0
-"""With `auto`: for how long rdma is not tried again after a path test over it failed."""
+"""With `auto`: for how long a path is not tried again after a path test over it failed."""
 _BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 
 
@@ -84,9 +84,8 @@ class PeerClient:
         self._handoff = handoff
         self._buffer = handoff.reservations.buffer
         self._post = post
-        self._without_rdma = 0.0
-        """Until then rdma is not offered, as its path test failed."""
-        self._why_without = ""
+        self._distrusted: dict[str, tuple[float, str]] = {}
+        """Paths whose test failed: until when they are not offered, and why."""
         self._loop = asyncio.get_running_loop()
         self.wanted = True
         """Somebody names this peer. When nobody does, the session still ends by itself."""
@@ -158,18 +157,25 @@ class PeerClient:
         return Link(reader, stream, PeerReply), stream
 
     def _offer(self, stack: contextlib.AsyncExitStack) -> tuple[Hello, RdmaOffer | None]:
-        """Hello, with an end of ours for rdma where that may be used."""
+        """Hello, with what a peer needs for the paths that may be used."""
         hello = self._hello
+        if hello.gpu and (why := self._distrust("cuda_ipc")):
+            hello = msgspec.structs.replace(hello, gpu=None, no_gpu=why)
         if hello.transfer not in ("auto", "rdma"):
             return hello, None
         try:
-            if self._loop.time() < self._without_rdma:
-                raise TransferError(self._why_without)
+            if why := self._distrust("rdma"):
+                raise TransferError(why)
             offer = self._paths.offer_rdma()
         except TransferError as e:
             return msgspec.structs.replace(hello, no_rdma=str(e)), None
         stack.callback(offer.close)
         return msgspec.structs.replace(hello, rdma=offer.end), offer
+
+    def _distrust(self, path: str) -> str:
+        """Why it is not to be tried now."""
+        until, why = self._distrusted.get(path, (0.0, ""))
+        return why if self._loop.time() < until else ""
 
     def _events(self, opened: list[_Session]) -> ReceiverEvents:
         # `opened` is filled before the first message that could lead to an event is sent.
@@ -227,6 +233,7 @@ class PeerClient:
         try:
             async with asyncio.timeout(PATH_TEST_S):
                 await prove_path(session, self._handoff.reservations)
+                await self._handoff.prove_pool(session)
         except TimeoutError:
             self._test_failed(session, f"no answer within {PATH_TEST_S:g} s")
         except TransferError as e:
@@ -240,8 +247,8 @@ class PeerClient:
             self._handoff.peers.up(session)
 
     def _test_failed(self, session: _Session, why: str) -> None:
-        if session.path == "rdma" and self._hello.transfer == "auto":
+        if session.path in ("cuda_ipc", "rdma") and self._hello.transfer == "auto":
             # Both have a device, but there is no way between them.
-            self._without_rdma = self._loop.time() + DISTRUST_S
-            self._why_without = f"its path test failed: {why}"
+            until = self._loop.time() + DISTRUST_S
+            self._distrusted[session.path] = (until, f"its path test failed: {why}")
         session.abort(f"path test over {session.path}: {why}")

@@ -9,11 +9,11 @@ from runtime.transfer.base import Runs, Sender
 
 
 def pool_put(sender: Sender, copies: PoolCopies, nonce: int, runs: Runs, whole: int) -> int:
-    """As `Sender.put` from the pool: by itself where the CPU reaches the pool; else straight from
-    the GPU to where the sender writes, or by way of pinned memory.
+    """As `Sender.put` from the pool: by itself where the sender reaches the pool; else straight
+    from the GPU to where the sender writes, or by way of pinned memory.
     """
-    if copies.host is not None:
-        return sender.put(nonce, copies.host, runs, whole)
+    if copies.engine is None or sender.reads_gpu:
+        return sender.put(nonce, copies.pool, runs, whole)
     if (target := sender.target()) is not None:
         return copies.out(target, runs)
     lengths = runs[:, 2]

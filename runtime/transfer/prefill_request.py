@@ -63,3 +63,10 @@ class PrefillSession:
     outgoing: dict[int, Outgoing] = field(default_factory=dict)
     last_nonce: int = 0
     lost: bool = False
+
+    @property
+    def room(self) -> int:
+        """Bytes that blocks may be numbered in: decode's segment and, where we reach it, pool."""
+        hello = self.hello
+        reached = hello.gpu if self.sender and self.sender.path == "cuda_ipc" else None
+        return hello.segment_bytes + (reached.nbytes if reached else 0)

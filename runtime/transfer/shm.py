@@ -7,11 +7,13 @@ proven death.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from runtime._native import PinnedShm, free_pinned_shm, open_pinned_shm
 from runtime.errors import TransferError
 from runtime.kv.region import Region
 from runtime.kv.swap import copy_region
-from runtime.transfer.base import Receiver, Runs, Sender
+from runtime.transfer.base import PathKind, Receiver, Runs, Sender
 from runtime.transfer.identity import ProcessIdentity, proven_dead, seen_alive
 
 
@@ -50,7 +52,7 @@ class ShmSender(Sender):
 
 
 class ShmReceiver(Receiver):
-    path = "shm"
+    path: ClassVar[PathKind] = "shm"
 
     def __init__(self, writer: ProcessIdentity) -> None:
         self._writer = writer

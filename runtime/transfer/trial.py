@@ -9,10 +9,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+from runtime.engine.contract import EngineControl, EngineRequest
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer, Reservation
 from runtime.link import LinkClosed
-from runtime.protocol import KvReady, PathTest, PeerReply, PrefillFailed, Released
+from runtime.protocol import (
+    KvReady,
+    PathTest,
+    PeerReply,
+    PrefillFailed,
+    Released,
+    RequestId,
+    SamplingParams,
+)
 from runtime.transfer.decode_request import DecodeSession
 from runtime.transfer.reservations import Reservations, Waiter
 from runtime.transfer.tcp import memory
@@ -89,6 +98,37 @@ async def prove_path(session: DecodeSession, reservations: Reservations) -> None
         reservations.abandon(session.writer, reservation)
 
 
+async def prove_pool(
+    session: DecodeSession, reservations: Reservations, engine: EngineControl, first: int
+) -> None:
+    """As `prove_path`, with a block of the device pool, whose blocks are numbered from `first`; if
+    there is one to be had now, for requests come first.
+    """
+    id_ = RequestId(f"path-test.{session.peer}.{session.welcome.session}")
+    request = EngineRequest(id_, (0,), SamplingParams(max_tokens=1), "decode")
+    adopted = engine.adopt(request, 1)
+    reservation = reservations.take_spare(0) if adopted else None
+    if adopted is None or reservation is None:
+        engine.drop(id_)
+        return
+    [block] = adopted.blocks
+    reservations.buffer.lend(reservation, (first + block,), lambda: engine.drop(id_))
+    pattern = secrets.token_bytes(_PATTERN_BYTES)
+    try:
+        await trial_put(session, reservations, reservation, pattern=pattern)
+        found = await asyncio.to_thread(_device_block, engine, block)
+        if found != _repeated(pattern, len(found)):
+            raise TransferError("other bytes than those sent are in the device pool")
+    finally:
+        reservations.abandon(session.writer, reservation)
+
+
+def _device_block(engine: EngineControl, block: int) -> bytes:
+    staging = engine.copies.staging(engine.layout.block_bytes)
+    engine.copies.out(staging, engine.pool_map.gather([block], [0]))
+    return bytes(memory(staging))
+
+
 async def _one_block(reservations: Reservations) -> Reservation:
     """The next block that is free: ahead of all requests, which may be waiting for this very
     peer.
@@ -115,6 +155,9 @@ async def _one_block(reservations: Reservations) -> Reservation:
 def _check_block(buffer: CpuBuffer, block: int, pattern: bytes) -> None:
     size = buffer.block_bytes
     found = memory(buffer.region)[block * size : (block + 1) * size]
-    wanted = (pattern * (size // len(pattern) + 1))[:size]
-    if found != wanted:
+    if found != _repeated(pattern, size):
         raise TransferError("other bytes than those sent are in the buffer")
+
+
+def _repeated(pattern: bytes, size: int) -> bytes:
+    return (pattern * (size // len(pattern) + 1))[:size]

@@ -15,10 +15,12 @@ import msgspec
 import pytest
 from fake_engine import expected
 from free_ports import free_port
+from gpu_stand_in import StandIn
 from handoff_lab import BLOCK_BYTES, Instance, config, pair, start
 from rdma_lab import KINDS, devices_for
 
 from runtime.config import Address, PeerConfig, RdmaConfig
+from runtime.errors import TransferError
 from runtime.protocol import PeerState
 from runtime.transfer import peer_client, peer_server
 
@@ -38,7 +40,8 @@ async def refused_pair(
     """Instances that will not link."""
     port = free_port()
     address = Address("127.0.0.1", port)
-    p = await start(config("prefill-0", "prefill", peer=address, **prefill))
+    gpu = prefill.pop("gpu", False), decode.pop("gpu", False)
+    p = await start(config("prefill-0", "prefill", peer=address, **prefill), gpu=gpu[0])
     peers = decode.pop("prefill_peers", [PeerConfig("prefill-0", address)])
     peers = [PeerConfig(peer.name, address) for peer in peers]
     d = await start(
@@ -48,7 +51,8 @@ async def refused_pair(
             cpu_buffer_bytes=16 * BLOCK_BYTES,
             prefill_peers=peers,
             **decode,
-        )
+        ),
+        gpu=gpu[1],
     )
     try:
         yield p, d
@@ -182,7 +186,8 @@ def test_a_new_session_of_an_instance_ends_the_older_one(kind: str) -> None:
                     prefill_peers=both.decode.config.prefill_peers,
                     transfer=kind,
                     rdma=RdmaConfig(**devices_for(kind)[1]),
-                )
+                ),
+                gpu=kind == "cuda_ipc",
             )
             await twin.until(lambda: twin.peer_path)
             failed = await both.decode.answer(id_)
@@ -212,3 +217,55 @@ def test_strangers_are_cut_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert both.decode.tokens_of(id_) == expected((1, 2, 3), 2)
 
     asyncio.run(main())
+
+
+# ---- cuda_ipc ----------------------------------------------------------------------------------
+
+
+def test_auto_takes_cuda_ipc_between_gpus_of_one_host() -> None:
+    async def main() -> None:
+        async with pair("cuda_ipc", transfer="auto") as both:
+            assert both.decode.role.peers()["prefill-0"].reason == ""
+            prompt = tuple(range(1, 30))
+            id_ = both.decode.ask(prompt, max_tokens=3)
+            last = await both.decode.answer(id_)
+            assert both.decode.tokens_of(id_) == expected(prompt, 3)
+            assert last.served.path == "cuda_ipc"  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("broken", ["share", "map", "pool"])
+def test_auto_takes_shm_where_a_gpu_cannot_be_reached_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise TransferError("stand-in failure")
+
+    real = StandIn.share
+    wrong = {
+        "share": ("share", fail),
+        "map": ("map", fail),
+        # As if the place within the allocation were another: the path test sees it.
+        "pool": ("share", lambda self, address: (real(self, address)[0], 0)),
+    }[broken]
+    monkeypatch.setattr(StandIn, *wrong)
+
+    async def main() -> None:
+        async with pair("shm", gpu=True, transfer="auto") as both:
+            told = both.decode.role.peers()["prefill-0"].reason
+            assert told.startswith("no cuda_ipc: ")
+            words = {"pool": "other bytes than those sent are in the device pool"}
+            assert words.get(broken, "stand-in failure") in told
+            id_ = both.decode.ask((1, 2, 3, 4, 5), max_tokens=3)
+            await both.decode.answer(id_)
+            assert both.decode.tokens_of(id_) == expected((1, 2, 3, 4, 5), 3)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(False, True), (True, False), (False, False)])
+def test_cuda_ipc_that_was_asked_for_needs_both_on_gpus(prefill: bool, decode: bool) -> None:
+    text = why_refused({"gpu": prefill}, {"gpu": decode, "transfer": "cuda_ipc"})
+    assert "cuda_ipc was asked for" in text and "its KV cache is not on a GPU" in text
+    assert ("decode-0" if not decode else "prefill-0") in text.partition("asked for")[2]

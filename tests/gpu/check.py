@@ -1,10 +1,11 @@
 """Everything that only a GPU can show, in a few minutes: `python tests/gpu/check.py` on a GPU host
 with `pip install -e '.[runtime,cuda12]'` and the default model.
 
-Copies between pool and pinned memory are bit-exact and ordered behind the model's own work; puts
-from a GPU arrive over shm and tcp; prefill and decode on the GPU give the tokens of a mixed
-instance. Times are ratios to one cudaMemcpy of the same bytes in the same run. Exit code 0: all
-held; 1: something did not; 2: there is no GPU here.
+Copies between pool and pinned memory are bit-exact and ordered behind the model's own work, as
+single copies and as one kernel; puts from a GPU arrive over shm and tcp; prefill and
+decode on the GPU give the tokens of a mixed instance over each. Times are beside one cudaMemcpy of
+the same bytes in the same run. Exit code 0: all held; 1: something did not; 2: there is no GPU
+here.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ import numpy as np
 import torch
 
 from runtime._native import PinnedShm, create_pinned_shm, free_pinned_shm
-from runtime.kv.gpu_swap import CupyEngine, GpuCopies
+from runtime.kv import gpu_swap
+from runtime.kv.copies import CopyEngine
+from runtime.kv.cupy_engine import CupyEngine
+from runtime.kv.gpu_swap import GpuCopies
 from runtime.kv.region import Region
 
 TOTAL = 256 << 20
 SIZES = (64 << 10, 256 << 10, 368_640, 1 << 20)
+RUNS = (4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20)
 ROUNDS = 9
 failures: list[str] = []
 
@@ -124,6 +129,44 @@ def copies() -> None:
                 )
 
 
+def kernel() -> None:
+    """From which size of runs on single copies are as fast as one kernel: gpu_swap.SHORT."""
+    pool = torch.randint(0, 256, (TOTAL,), dtype=torch.uint8, device="cuda")
+    other = torch.zeros_like(pool)
+    engine = CupyEngine(0)
+    check("the copy kernel compiles", engine._kernel is not None)
+    source = Region(pool.data_ptr(), TOTAL)
+    with pinned(TOTAL) as (segment, view):
+        for name, to in (
+            ("out to pinned memory", Region(segment.address, TOTAL)),
+            ("within the GPU", Region(other.data_ptr(), TOTAL)),
+        ):
+            for size in RUNS:
+                runs = scattered(size)[: min(TOTAL // size, 4096)]
+                wanted = expected(pool.cpu().numpy(), runs)
+                view[:] = 0
+                other.zero_()
+                took = {
+                    how: seconds(
+                        lambda short=short, runs=runs, to=to: timed(engine, to, source, runs, short)
+                    )  # type: ignore[misc]
+                    for how, short in (("copies", 0), ("kernel", 1 << 40))
+                }
+                found = view if to.address == segment.address else other.cpu().numpy()
+                check(f"{size >> 10} KiB runs {name}", bool((found == wanted).all()))
+                speeds = (f"{how} {runs[:, 2].sum() / t / 1e9:.2f} GB/s" for how, t in took.items())
+                print(f"       {len(runs)} runs: {', '.join(speeds)}")
+
+
+def timed(engine: CopyEngine, to: Region, source: Region, runs: Any, short: int) -> None:
+    """With this for gpu_swap.SHORT."""
+    before, gpu_swap.SHORT = gpu_swap.SHORT, short
+    try:
+        gpu_swap.move(engine, to, source, runs)
+    finally:
+        gpu_swap.SHORT = before
+
+
 def order() -> None:
     """A copy enqueued while the model still computes must see what it computes."""
     side = 8192
@@ -194,7 +237,7 @@ def requests() -> None:
         lab = Lab(Path(root), models.resolve("smollm2-135m", Path()).path)
         for mixed in running(lab, "gpu-mixed", mixed=[alike]):
             wanted = tokens(mixed.endpoint)
-        for kind in ("shm", "tcp"):
+        for kind in ("cuda_ipc", "shm", "tcp"):
             decode = alike | {"cpu_buffer": "256MiB", "transfer": kind}
             for pair in running(lab, f"gpu-{kind}", prefill=[alike], decode=[decode]):
                 same = tokens(pair.endpoint) == wanted
@@ -208,7 +251,7 @@ def main() -> int:
         return 2
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     began = time.perf_counter()
-    for part in (copies, order, puts, requests):
+    for part in (copies, kernel, order, puts, requests):
         try:
             part()
         except Exception as e:

@@ -1,59 +1,27 @@
-"""Copies of a GPU pool. No GPU here: `StandIn` stands in for CUDA, and moves bytes only when it is
-waited for, so that whatever looks too early sees old bytes. The real one is tests/gpu/check.py's.
-"""
+"""Copies of a GPU pool, with a stand-in for CUDA (gpu_stand_in.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import sys
 import threading
 
-import fake_engine
 import numpy as np
 import pytest
 from fake_engine import expected
+from gpu_stand_in import StandIn
 from handoff_lab import pair
 from numpy.typing import NDArray
 from transport_rig import Rig, block_runs, eventually
 
 from runtime.errors import ConfigError, TransferError
 from runtime.kv.copies import Runs
-from runtime.kv.gpu_swap import CupyEngine, GpuCopies
+from runtime.kv.cupy_engine import CupyEngine
+from runtime.kv.gpu_swap import MANY, SHORT, GpuCopies
 from runtime.kv.region import Region
 from runtime.transfer.pool_put import pool_put
 
 SIZE = 64
-
-
-class StandIn:
-    """A CopyEngine of host memory."""
-
-    def __init__(self, fail_at: int = -1) -> None:
-        self._mine = threading.local()
-        self._kept: list[NDArray[np.uint8]] = []
-        self._fail_at = fail_at
-        self.moved = 0
-
-    def begin(self) -> None:
-        assert not getattr(self._mine, "enqueued", None), "the batch before was not waited for"
-        self._mine.enqueued = []
-
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        if len(self._mine.enqueued) == self._fail_at:
-            raise TransferError("cuda:0: stand-in failure")
-        self._mine.enqueued.append((to, source, nbytes))
-
-    def finish(self) -> None:
-        for to, source, nbytes in self._mine.enqueued:
-            ctypes.memmove(to, source, nbytes)
-            self.moved += nbytes
-        self._mine.enqueued = []
-
-    def pinned(self, nbytes: int) -> Region:
-        memory = np.zeros(nbytes, dtype=np.uint8)
-        self._kept.append(memory)
-        return Region(memory.ctypes.data, nbytes)
 
 
 def memory(blocks: int, seed: int) -> NDArray[np.uint8]:
@@ -77,7 +45,7 @@ def test_both_directions() -> None:
     assert copies.into(region(host), np.ascontiguousarray(back)) == 3 * SIZE
     for at, _, size in runs.tolist():
         assert (pool[at : at + size] == before[at : at + size]).all()
-    assert copies.host is None
+    assert copies.engine is not None
 
 
 @pytest.mark.parametrize("run", [(-1, 0, 8), (0, -1, 8), (0, 0, -8), (0, 500, 13), (508, 0, 5)])
@@ -127,11 +95,9 @@ def test_puts_out_of_a_gpu(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_requests_between_two_instances(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_engine, "HostCopies", lambda pool: GpuCopies(pool, StandIn()))
-
+def test_requests_between_two_instances(kind: str) -> None:
     async def main() -> None:
-        async with pair(kind) as both:
+        async with pair(kind, gpu=True) as both:
             prompts = [tuple(range(1, n)) for n in (3, 9, 17, 30)]
             ids = [both.decode.ask(prompt, max_tokens=4) for prompt in prompts]
             for id_, prompt in zip(ids, prompts, strict=True):
@@ -139,6 +105,27 @@ def test_requests_between_two_instances(kind: str, monkeypatch: pytest.MonkeyPat
                 assert both.decode.tokens_of(id_) == expected(prompt, 4)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "kernels", "one_kernel"),
+    [
+        (MANY, 16, True, True),
+        (MANY, 16, False, False),  # memory that kernels do not reach, or no kernel
+        (MANY - 1, 16, True, False),
+        (MANY, SHORT, True, False),
+    ],
+)
+def test_many_short_runs_are_one_kernel(
+    count: int, size: int, kernels: bool, one_kernel: bool
+) -> None:
+    engine = StandIn(kernels=kernels)
+    pool = np.random.default_rng(0).integers(0, 256, count * size, dtype=np.uint8)
+    host = np.zeros_like(pool)
+    runs = block_runs(list(range(count)), list(reversed(range(count))), size)
+    assert GpuCopies(region(pool), engine).out(region(host), runs) == count * size
+    assert engine.launched == one_kernel
+    assert (host.reshape(count, size) == pool.reshape(count, size)[::-1]).all()
 
 
 def test_without_cupy_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,8 +213,8 @@ CASES = {
         ["5: mixed[0].kv_cache: '0' is no memory at all; write a size like 512MiB"],
     ),
     "a transfer that is none": (
-        HEAD + "prefill: [{}]\ndecode:\n  - transfer: tpc\n",
-        ["6: decode[0].transfer: must be auto, shm, rdma or tcp, not 'tpc'; did you mean tcp?"],
+        HEAD + "prefill: [{}]\ndecode:\n  - transfer: pigeon\n",
+        ["6: decode[0].transfer: must be auto, cuda_ipc, shm, rdma or tcp, not 'pigeon'"],
     ),
     "RDMA devices for other replicas": (
         HEAD + "prefill: [{}]\ndecode:\n  - {replicas: 3, rdma: {device: [mlx5_0, mlx5_1]}}\n",

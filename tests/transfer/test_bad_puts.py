@@ -10,7 +10,7 @@ import pytest
 from fake_engine import expected
 from handoff_lab import BLOCK_BYTES, Pair, prompt
 from handoff_lab import drive as run
-from rdma_lab import KINDS
+from rdma_lab import BUFFERED
 
 from runtime.engine.roles import PrefillRole
 from runtime.errors import TransferError
@@ -19,7 +19,7 @@ from runtime.transfer import peer_client
 from runtime.transfer.base import Sender
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=BUFFERED)
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value

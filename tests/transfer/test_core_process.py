@@ -13,7 +13,7 @@ import pytest
 from cores import Core, Cores, running_cores
 from fake_engine import expected
 from free_ports import free_port
-from rdma_lab import KINDS, devices_for
+from rdma_lab import BUFFERED, devices_for
 
 from runtime.protocol import Failed, Ledger
 
@@ -72,7 +72,7 @@ async def held_up(both: Deployment) -> str:
     return id_
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BUFFERED)
 def test_prefill_killed_in_the_middle(tmp_path: Path, kind: str) -> None:
     async def scenario(cores: Cores) -> None:
         both = Deployment(cores, transfer=kind)
@@ -176,7 +176,7 @@ def test_a_stopped_writer_that_is_killed_frees_its_blocks(tmp_path: Path) -> Non
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BUFFERED)
 def test_decode_killed_in_the_middle(tmp_path: Path, kind: str) -> None:
     async def scenario(cores: Cores) -> None:
         both = Deployment(cores, transfer=kind)

@@ -1,4 +1,4 @@
-"""KV put straight into a device pool that lies in shared memory, and when its blocks are free."""
+"""KV put straight into a device pool that prefill reaches, and when its blocks are free."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from runtime.protocol import Failed, RequestId, Tokens
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value
+
+
+WRITES_ITSELF = ("cuda_ipc", "shm")
+
+
+def place(kind: str) -> dict[str, str]:
+    """Where the device pool is, so that puts of this kind reach it."""
+    return {} if kind == "cuda_ipc" else {"device": "cpu"}
 
 
 async def answered(both: Pair, id_: RequestId, tokens: tuple[int, ...]) -> Tokens:
@@ -44,7 +52,7 @@ def test_it_takes_no_block_of_the_buffer_and_no_copy(kind: str) -> None:
         last = await answered(both, again, (*prompt(40), *prompt(9, seed=1)))
         assert last.served is not None and last.served.kv_bytes == 3 * BLOCK_BYTES
 
-    drive(kind, scenario, device="cpu", buffer_blocks=16)
+    drive(kind, scenario, **place(kind), buffer_blocks=16)
 
 
 def test_without_device_blocks_it_goes_through_the_buffer(kind: str) -> None:
@@ -56,7 +64,7 @@ def test_without_device_blocks_it_goes_through_the_buffer(kind: str) -> None:
         both.decode.engine.pause()
         await answered(both, id_, prompt(40))
 
-    drive(kind, scenario, device="cpu")
+    drive(kind, scenario, **place(kind))
 
 
 def test_device_blocks_of_an_aborted_request_are_not_free_while_prefill_writes() -> None:
@@ -103,10 +111,10 @@ def test_device_blocks_of_a_lost_session_are_quarantined_until_a_fence(kind: str
         await both.decode.until(lambda: both.handoff._requests[id_].landing.copied)
         both.handoff.session_down(both.handoff.peers._up["prefill-0"], "cut")
         assert isinstance(both.decode.last_of(id_), Failed)
-        # shm: the writer lives. tcp: its connection's end is the fence.
+        # The writer lives. tcp: its connection's end is the fence.
         ledger = both.decode.ledger
-        assert bool(ledger.quarantined_blocks) == (kind == "shm")
-        if kind == "shm":
+        assert bool(ledger.quarantined_blocks) == (kind in WRITES_ITSELF)
+        if kind in WRITES_ITSELF:
             assert (ledger.device_blocks, ledger.quarantined_blocks) == (10, 10)
         both.cut()
         both.prefill.engine.pause()
@@ -114,7 +122,7 @@ def test_device_blocks_of_a_lost_session_are_quarantined_until_a_fence(kind: str
         await both.idle()
         await answered(both, both.decode.ask(prompt(40)), prompt(40))
 
-    drive(kind, scenario, device="cpu")
+    drive(kind, scenario, **place(kind))
 
 
 @pytest.mark.parametrize(
@@ -164,4 +172,4 @@ def test_random_schedules_in_a_small_pool(kind: str, seed: int) -> None:
         for id_, tokens in asked.items():
             await answered(both, id_, tokens)
 
-    drive(kind, scenario, device="cpu", kv_cache_bytes=40 * BLOCK_BYTES, buffer_blocks=24)
+    drive(kind, scenario, **place(kind), kv_cache_bytes=40 * BLOCK_BYTES, buffer_blocks=24)

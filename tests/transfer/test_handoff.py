@@ -11,14 +11,14 @@ import pytest
 from fake_engine import FORBIDDEN_TOKEN, expected
 from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, prompt, start
 from handoff_lab import drive as run
-from rdma_lab import KINDS
+from rdma_lab import BUFFERED
 
 from runtime.protocol import Abort, Failed, RequestId, Tokens
 from runtime.transfer.decode_request import DecodeRequest
 from runtime.transfer.prefill_request import Outgoing
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=BUFFERED)
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value

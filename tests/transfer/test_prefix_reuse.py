@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from fake_engine import expected
 from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, drive, prompt
-from rdma_lab import KINDS
+from rdma_lab import BUFFERED
 
 from runtime.protocol import Failed, Served, Tokens
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=BUFFERED)
 def kind(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value
