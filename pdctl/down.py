@@ -13,7 +13,7 @@ from typing import Any
 
 from pdctl import state
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Where, located, whereabouts
+from pdctl.find import ANYWHERE, Found, Where, located, whereabouts
 from pdctl.fleet import Fleet, Names
 from pdctl.hold import locked
 from pdctl.preflight import describe_port
@@ -93,15 +93,15 @@ def down_orphans(
 ) -> DownResult:
     """Stop the services that the topology does not name any more; leave all others."""
     with located(name, where) as found:
-        known = found.known
 
-    def orphans(records: Sequence[ServiceRecord]) -> list[Names]:
-        names: dict[str, list[str]] = {}
-        for record in filter(found.is_orphan, records):
-            names.setdefault(record.host, []).append(record.name)
-        return [names]
+        def orphans(records: Sequence[ServiceRecord]) -> list[Names]:
+            names: dict[str, list[str]] = {}
+            for record in filter(found.is_orphan, records):
+                names.setdefault(record.host, []).append(record.name)
+            return [names]
 
-    return _down(known, "down --orphans", _grace_s(known, timeout_s), report, orphans)
+        grace_s = _grace_s(found.known, timeout_s)
+        return _down(found.known, "down --orphans", grace_s, report, orphans, found)
 
 
 def _down(
@@ -110,13 +110,14 @@ def _down(
     grace_s: float,
     report: Report,
     waves: Callable[[Sequence[ServiceRecord]], list[Names]],
+    found: Found | None = None,
 ) -> DownResult:
     """`waves`: what to stop, one after the other; the last one holds all that goes."""
     begun = time.monotonic()
     services: list[StoppedService] = []
     notes: list[str] = []
     hosts_ok = 0
-    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=()) as fleet:
+    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=(), found=found) as fleet:
         more = True
         while more:
             records = fleet.records

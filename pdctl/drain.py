@@ -57,13 +57,20 @@ def drain(
 ) -> DrainResult:
     """Raises UsageError for what cannot be drained."""
     begun = time.monotonic()
-    with located(name, where) as found:
-        known = found.known
     purpose = f"drain {service}" + (" --undo" if options.undo else "")
-    needed = hosts_of(known, ("router", service))
     left = ""
     with contextlib.ExitStack() as until_finished:
-        with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
+        with (
+            located(name, where) as found,
+            locked(
+                found.known,
+                purpose=purpose,
+                wait_s=LOCK_WAIT_S,
+                needed=hosts_of(found.known, ("router", service)),
+                found=found,
+            ) as fleet,
+        ):
+            known = found.known
             running = [r.spec for r in fleet.records if r.spec and r.alive]
             spec = _instance(running, service, known.name)
             drained = Drain(router_of(fleet, running), running, [spec])

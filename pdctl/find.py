@@ -62,6 +62,11 @@ class Found:
     def reachable(self) -> list[Host]:
         return machines(h for key, h in self.hosts.items() if key not in self.unreachable)
 
+    def by_address(self) -> dict[str | None, Host]:
+        """Open hosts that are called by their key; not those that were given by address."""
+        named = {key: h for key, h in self.hosts.items() if h.name in self.hosts or h.is_local}
+        return {self.addresses[key]: host for key, host in named.items()}
+
     def host_of(self, record: ServiceRecord) -> Host:
         """The machine whose shim told of the record: another topology may have called it else."""
         if record.host in self.hosts:

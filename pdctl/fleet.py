@@ -30,24 +30,24 @@ Names = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 
 @contextlib.contextmanager
-def opened(addresses: Mapping[str, str | None]) -> Iterator[dict[str, Host]]:
+def opened(
+    addresses: Mapping[str, str | None], already: Mapping[str | None, Host] | None = None
+) -> Iterator[dict[str, Host]]:
     """Topology's key -> host, closed at the end. Keys with one address mean one machine.
 
-    An address of None is this machine. Others are connected to on first use.
+    An address of None is this machine. Others are connected to on first use. `already`: hosts by
+    address that somebody else has opened, and closes.
     """
     routes = Routes()
-    by_address: dict[str | None, Host] = {}
-    for key, address in addresses.items():
-        if address not in by_address:
-            by_address[address] = (
-                LocalHost() if address is None else SshHost(key, address, routes=routes)
-            )
-    try:
+    by_address = dict(already or {})
+    with contextlib.ExitStack() as stack:
+        stack.callback(routes.close)
+        for key, address in addresses.items():
+            if address not in by_address:
+                host = LocalHost() if address is None else SshHost(key, address, routes=routes)
+                by_address[address] = host
+                stack.callback(host.close)
         yield {key: by_address[address] for key, address in addresses.items()}
-    finally:
-        for host in by_address.values():
-            host.close()
-        routes.close()
 
 
 def machines(hosts: Iterable[Host]) -> list[Host]:

@@ -10,7 +10,7 @@ from typing import Any
 from pdctl import state
 from pdctl.agent import Session
 from pdctl.errors import PdctlError
-from pdctl.find import further, told
+from pdctl.find import Found, further, told
 from pdctl.fleet import Fleet, opened
 from pdctl.state import KnownDeployment
 
@@ -22,15 +22,18 @@ def locked(
     purpose: str,
     wait_s: float,
     needed: Collection[str] | None = None,
+    found: Found | None = None,
 ) -> Iterator[Fleet]:
     """The deployment's hosts with its lock held, those that their records name too; observed.
 
     Locks are taken in a fixed order, so when there are more hosts than expected it begins again.
+    `found`: by whom its hosts are open already; what failed there is not tried a second time.
     """
     name, addresses = known.name, dict(known.hosts or {"local": None})
+    already = found.by_address() if found is not None else {}
     while True:
         with (
-            opened(addresses) as hosts,
+            opened(addresses, already) as hosts,
             Fleet(name, hosts, purpose=purpose, wait_s=wait_s, needed=needed) as fleet,
         ):
             fleet.observe()

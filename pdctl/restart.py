@@ -57,11 +57,18 @@ def restart(
 ) -> RestartResult:
     """Stops at the first service that does not come back, and raises; the others go on running."""
     begun = time.monotonic()
-    with located(name, where) as found:
-        known = found.known
     purpose = "restart --rolling" if options.rolling else "restart"
-    needed = hosts_of(known, options.services)
-    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
+    with (
+        located(name, where) as found,
+        locked(
+            found.known,
+            purpose=purpose,
+            wait_s=LOCK_WAIT_S,
+            needed=hosts_of(found.known, options.services),
+            found=found,
+        ) as fleet,
+    ):
+        known = found.known
         records = fleet.records
         chosen = _chosen(records, options, known.name)
         plan = Plan(known.name, tuple(_step(r, chosen) for r in records if r.spec or r.alive))

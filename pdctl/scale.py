@@ -34,15 +34,15 @@ def scale(
                 f"there is no deployment {found.name} whose topology is known",
                 hint="`pdctl up TOPOLOGY` starts it, and records it",
             )
-    base, numbers = from_record(before.recorded), {**before.replicas, **replicas}
-    wanted = scaled(base, numbers)
-    path = Path(before.topology or f"{base.name}.yaml")
-    known = known_of(wanted, path)
-    known = replace(
-        known,
-        topology=before.topology,
-        hosts={**before.hosts, **known.hosts},
-        recorded=before.recorded,
-        replicas=numbers,
-    )
-    return bring_up(wanted_of(wanted, path, known), "scale", options, report, before=before)
+        base, numbers = from_record(before.recorded), {**before.replicas, **replicas}
+        wanted = scaled(base, numbers)
+        path = Path(before.topology or f"{base.name}.yaml")
+        known = known_of(wanted, path)
+        known = replace(
+            known,
+            topology=before.topology,
+            hosts={**before.hosts, **known.hosts},
+            recorded=before.recorded,
+            replicas=numbers,
+        )
+        return bring_up(wanted_of(wanted, path, known), "scale", options, report, found=found)

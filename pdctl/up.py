@@ -19,7 +19,7 @@ from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.find import Where, latest_said, located, whereabouts
+from pdctl.find import Found, Where, latest_said, located, whereabouts
 from pdctl.fleet import Fleet, on_all, raise_failures
 from pdctl.hold import leave, locked, register
 from pdctl.hosts import Host
@@ -88,14 +88,17 @@ def bring_up(
     options: UpOptions,
     report: Report,
     *,
-    before: state.KnownDeployment | None = None,
+    found: Found | None = None,
 ) -> UpResult:
-    """Carry out what is wanted. `before`: what this was made from, and what is known again when it
-    fails; without it, what is wanted does not depend on what was there.
+    """Carry out what is wanted. `found`: the deployment that this was made from; what was known of
+    it is known again when it fails. Without, what is wanted does not depend on what was there.
     """
+    before = found.known if found is not None else None
     begun = time.monotonic()
     name, needed = wanted.topology.name, wanted.topology.used_hosts()
-    with locked(wanted.known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed) as fleet:
+    with locked(
+        wanted.known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed, found=found
+    ) as fleet:
         for error in fleet.lost.values():
             report(Event("note", str(error)))
         for host in fleet.late:

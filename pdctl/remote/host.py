@@ -63,6 +63,8 @@ class SshHost:
         self._routes = routes or self._own_routes or Routes()
         self._turn = threading.Lock()
         self._connection: Any = None
+        self._failed: StepFailed | None = None
+        """Why there is none: it is not tried again until `close`."""
         self._base = ""
 
     @property
@@ -162,6 +164,7 @@ class SshHost:
         return SshChannel(self.name, self._open(argv), self._unreachable)
 
     def close(self) -> None:
+        self._failed = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -188,8 +191,14 @@ class SshHost:
 
     def _connect(self) -> Any:
         with self._turn:
+            if self._failed is not None:
+                raise self._failed
             if self._connection is None or not self._connection.is_connected:
-                self._connection = self._routes.connect(self.address)
+                try:
+                    self._connection = self._routes.connect(self.address)
+                except StepFailed as e:
+                    self._failed = e
+                    raise
             return self._connection
 
     @contextlib.contextmanager

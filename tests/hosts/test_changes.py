@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, Completed
 
 pytestmark = pytest.mark.ssh
 
@@ -25,9 +25,16 @@ def test_scaled_restarted_and_drained_over_ssh(cluster: Cluster) -> None:
         assert found.rc == 0, found.err
         return {s["name"]: s for s in json.loads(found.out)["services"]}
 
+    def once(*args: str) -> Completed:
+        """With one login on each machine, that of the given address aside: it is asked first."""
+        had = [m.logins() for m in machines]
+        done = cluster.pdctl(*args)
+        assert [m.logins() for m in machines] == [had[0] + 1, had[1] + 2, had[2] + 1], done.err
+        return done
+
     before = services()
     at = ("--name", "demo", "--host", machines[1].address)
-    scaled = cluster.pdctl("scale", "decode=2", "prefill=2", *at, "--json")
+    scaled = once("scale", "decode=2", "prefill=2", *at, "--json")
     assert scaled.rc == 0, scaled.err
     assert sorted(json.loads(scaled.out)["started"]) == ["decode-1", "prefill-1"]
     now = services()
@@ -37,13 +44,13 @@ def test_scaled_restarted_and_drained_over_ssh(cluster: Cluster) -> None:
     }
     assert all(now[name]["pid"] == before[name]["pid"] for name in before)
 
-    restarted = cluster.pdctl("restart", "--rolling", *at)
+    restarted = once("restart", "--rolling", *at)
     assert restarted.rc == 0, restarted.err
     renewed = services()
     assert renewed["router"]["pid"] == now["router"]["pid"]
     assert all(renewed[name]["pid"] != now[name]["pid"] for name in now if name != "router")
 
-    assert cluster.pdctl("drain", "decode-0", *at).rc == 0
+    assert once("drain", "decode-0", *at).rc == 0
     status = cluster.pdctl("status", "demo")
     assert status.rc == 3 and "draining" in status.out
     assert cluster.pdctl("drain", "decode-0", "--undo", *at).rc == 0
