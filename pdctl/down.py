@@ -84,6 +84,7 @@ def down(
 
     Services have `timeout_s` to finish their requests; None: the topology's drain_timeout.
     """
+    report(Event("phase", "asking the hosts"))
     known = whereabouts(name, where)
     return _down(known, "down", _grace_s(known, timeout_s), report, _waves)
 
@@ -92,6 +93,7 @@ def down_orphans(
     name: str | None, timeout_s: float | None, report: Report, where: Where = ANYWHERE
 ) -> DownResult:
     """Stop the services that the topology does not name any more; leave all others."""
+    report(Event("phase", "asking the hosts"))
     with located(name, where) as found:
 
         def orphans(records: Sequence[ServiceRecord]) -> list[Names]:
@@ -130,6 +132,7 @@ def _down(
             hosts_ok += len(fleet.sessions)
             for host in fleet.late:
                 report(Event("note", f"{host} does not answer yet; waiting for it"))
+            report(Event("phase", "waiting for the other hosts"))
             if more := fleet.go_on():
                 fleet.observe()
         lost = {host: str(e) for host, e in fleet.lost.items()}
@@ -156,6 +159,7 @@ def _stop(
     name = fleet.deployment
     services: list[StoppedService] = []
     notes: list[str] = []
+    report(Event("phase", "waiting for services to end"))
     for wave in waves:
         told = {s.name for s in services}
         for record in records:

@@ -57,6 +57,7 @@ def drain(
 ) -> DrainResult:
     """Raises UsageError for what cannot be drained."""
     begun = time.monotonic()
+    report(Event("phase", "asking the hosts"))
     purpose = f"drain {service}" + (" --undo" if options.undo else "")
     left = ""
     with contextlib.ExitStack() as until_finished:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 EventKind = Literal[
-    "note", "keep", "start", "wait", "ready", "fail", "log", "stop", "stopped", "rollback"
+    "phase", "note", "keep", "start", "wait", "ready", "fail", "log", "stop", "stopped", "rollback"
 ]
 """
+phase   what is done from now on, worth a word only when it takes long; empty: somebody is asked
 wait    a service still waits for something; repeated, for a spinner, or once per change of text
 log     one of the last lines of a service that failed
 """

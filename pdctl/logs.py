@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pdctl.agent import open_shim, request_text, shim_call
 from pdctl.errors import PdctlError, UsageError
 from pdctl.find import ANYWHERE, Found, Where, located
-from pdctl.fleet import on_all
+from pdctl.fleet import on_all, raise_failures
 from pdctl.hosts import Channel, Host
 
 SILENCE_S = 20.0
@@ -92,6 +92,8 @@ def _last(found: Found, query: LogQuery) -> Iterator[LogLine]:
     known = {service for service, _ in logs}
     if query.services:  # only those were looked for, and one that runs may have no log yet
         known |= {r.name for r in found.records}
+    if not known and found.unreachable:
+        raise_failures([*found.unreachable.values()], len(found.reachable()))
     _check(found.name, query.services, sorted(known))
     order = query.services or sorted(known)
     for service, host in sorted(logs, key=lambda key: (order.index(key[0]), key[1])):

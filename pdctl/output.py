@@ -179,7 +179,8 @@ _SHOWN: dict[str, tuple[str, Style, str]] = {
 class Progress:
     """Shows events as they come: a line per change, and on a terminal one line that lives.
 
-    Use as a context manager: what is left of the living line goes at the end.
+    A phase that is long without a word is named, as `Patience` does. Use as a context manager: what
+    is left of the living line goes at the end. Thread-safe.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -188,19 +189,48 @@ class Progress:
         self._waiting: dict[str, Event] = {}
         self._live = ""
         self._drawn_at = 0.0
+        self._turn = threading.Lock()
+        self._phase = ""
+        self._heard_at = 0.0
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
 
     def __enter__(self) -> Progress:
+        self._ticker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._ticker.join()
         self._rewrite("")
 
     def __call__(self, event: Event) -> None:
-        if event.kind == "wait":
-            self._wait(event)
+        with self._turn:
+            self._heard_at = time.monotonic()
+            if event.kind == "phase":
+                self._phase = event.text
+                self._rewrite("")
+            elif event.kind == "wait":
+                self._wait(event)
+            else:
+                self._waiting.pop(event.service, None)
+                self._print(self._text(event))
+
+    def _tick(self) -> None:
+        while not self._over.wait(_SPINNER_S):
+            with self._turn:
+                self._still(time.monotonic() - self._heard_at)
+
+    def _still(self, seconds: float) -> None:
+        """Off a terminal a phase is named once."""
+        if not self._phase or self._waiting:
             return
-        self._waiting.pop(event.service, None)
-        self._print(self._text(event))
+        mark = self._screen.symbol("waiting")
+        if self._screen.live and seconds > Patience.AFTER_S:
+            self._rewrite(f"{mark} {duration(seconds)}  {self._phase}")
+        elif not self._screen.live and seconds > Patience.AFTER_PLAIN_S:
+            self._print(f"{mark} {self._phase}")
+            self._phase = ""
 
     def _wait(self, event: Event) -> None:
         before = self._waiting.get(event.service)

@@ -57,6 +57,7 @@ def restart(
 ) -> RestartResult:
     """Stops at the first service that does not come back, and raises; the others go on running."""
     begun = time.monotonic()
+    report(Event("phase", "asking the hosts"))
     purpose = "restart --rolling" if options.rolling else "restart"
     with (
         located(name, where) as found,
@@ -76,6 +77,7 @@ def restart(
         for text in remarks(plan, rolling=options.rolling):
             report(Event("note", text))
         serving = {n for n, r in (view or {}).items() if r.serves} | {"router"}
+        report(Event("phase", "changing what runs"))
         launch = Launch(fleet, plan, {}, report, awaited=frozenset(serving if view else ()))
         drain_s = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
         patience = Patience(drain_s=drain_s, ready_s=options.wait_timeout_s)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdctl.errors import UsageError
-from pdctl.events import Report
+from pdctl.events import Event, Report
 from pdctl.find import ANYWHERE, Where, known_of, located
 from pdctl.scaling import from_record, scaled
 from pdctl.up import UpOptions, UpResult, bring_up, wanted_of
@@ -27,6 +27,7 @@ def scale(
     """Role -> instances; roles that are not named stay as they are. Raises UsageError for what
     cannot serve.
     """
+    report(Event("phase", "asking the hosts"))
     with located(name, where) as found:
         before = found.known
         if not found.records or not before.recorded:

@@ -68,6 +68,7 @@ class UpResult:
 def plan_up(path: Path, report: Report) -> Plan:
     """What `up` would do now. Takes no lock and changes nothing."""
     wanted = _read(path, report)
+    report(Event("phase", "asking the hosts"))
     with located(wanted.known.name, Where(file=path)) as found:
         if found.unreachable:
             raise_failures([*found.unreachable.values()], len(found.reachable()))
@@ -96,6 +97,7 @@ def bring_up(
     before = found.known if found is not None else None
     begun = time.monotonic()
     name, needed = wanted.topology.name, wanted.topology.used_hosts()
+    report(Event("phase", "asking the hosts"))
     with locked(
         wanted.known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=needed, found=found
     ) as fleet:
@@ -105,11 +107,14 @@ def bring_up(
             report(Event("note", f"{host}: no answer yet; what may run there is left as it is"))
         records = fleet.records
         plan = _planned(wanted, fleet, records, before)
+        report(Event("phase", ""))  # it may ask
         options.approve(plan)
         values = preflight.secret_values(s.service for s in plan.of("start", "replace"))
+        report(Event("phase", "checking the hosts"))
         for note in _check(wanted, fleet, plan, records):
             report(Event("note", note))
         known = _made_known(wanted, fleet, records, report)
+        report(Event("phase", "changing what runs"))
         launch = Launch(fleet, plan, values, report)
         succeeded = False
         try:

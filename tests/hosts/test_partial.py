@@ -80,6 +80,8 @@ def test_up_starts_nothing_when_hosts_fail_and_names_each(cluster: Cluster) -> N
     assert "error: 1 ok, 2 failed" in up.err
     plan = cluster.pdctl("plan", path)
     assert plan.rc == 5 and "gpu-b" in plan.err and "gpu-c" in plan.err
+    logs = cluster.pdctl("logs", "--file", path)
+    assert logs.rc == 5, "there may be some where nobody could look"
 
 
 def test_a_host_that_is_gone_for_good_does_not_hold_up_the_rest(cluster: Cluster) -> None:

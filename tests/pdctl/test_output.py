@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from supervision import eventually
 
 from pdctl.documents import plan_summary, plan_text, status_text
 from pdctl.errors import Locked, Problem, TopologyError
 from pdctl.events import Event
 from pdctl.output import (
     Cell,
+    Patience,
     Progress,
     Screen,
     duration,
@@ -155,6 +158,20 @@ def shown(stream: io.StringIO, *events: Event) -> str:
         for event in events:
             report(event)
     return stream.getvalue()
+
+
+def test_a_long_phase_is_named_once_off_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Patience, "AFTER_PLAIN_S", 0.0)
+    stream = io.StringIO()
+    with Progress(stream) as report:
+        report(Event("phase", ""))
+        time.sleep(0.5)
+        assert stream.getvalue() == ""
+        report(Event("phase", "asking the hosts"))
+        eventually(stream.getvalue)
+        time.sleep(0.5)
+    assert stream.getvalue() == ". asking the hosts\n"
+    assert shown(io.StringIO(), Event("phase", "quick")) == ""
 
 
 WAIT = Event("wait", "the model to load", "decode-0", "local", 1.0)
