@@ -193,13 +193,17 @@ class Cores:
         config: Path,
         *,
         fake: bool = False,
+        script: Path | None = None,
         ready: bool = True,
         env: dict[str, str] | None = None,
         within: tuple[str, ...] = (),
     ) -> Core:
-        """`fake`: with FakeEngine in place of the model. `within`: a command that runs the core."""
+        """`fake`: with FakeEngine in place of the model. `script`: in place of `-m runtime`.
+        `within`: a command that runs the core.
+        """
         ours, theirs = socket.socketpair()
-        argv = (sys.executable, str(FAKE)) if fake else (sys.executable, "-m", "runtime")
+        script = FAKE if fake else script
+        argv = (sys.executable, str(script)) if script else (sys.executable, "-m", "runtime")
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *within,

@@ -39,6 +39,11 @@ from runtime.protocol import Abort, Failed, Generate, RequestId, SamplingParams,
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16
 OUTPUT = 40
 RECOVERY_S = 60.0
+COLLECTING = Path(__file__).parent / "collecting_core.py"
+LEAST_LEAK = 200
+"""Bytes that a request has to add to a process's memory, on average, to count as a leak. Less than
+that is the allocator's, whose heaps grow ever more slowly. A request that was kept would add
+thousands."""
 FAULT_STATUS = {502, 503, 504}
 
 
@@ -157,7 +162,10 @@ class Soak:
             cpu_buffer_bytes=self.settings.buffer_blocks * BLOCK_BYTES,
             prefill_peers=peers,
         )
-        started = await asyncio.gather(*(self.cores.start(c) for c in self.configs.values()))
+        script = COLLECTING if self.settings.handovers is not None else None
+        started = await asyncio.gather(
+            *(self.cores.start(config, script=script) for config in self.configs.values())
+        )
         self.running = dict(zip(self.configs, started, strict=True))
         await self.linked()
 
@@ -334,8 +342,9 @@ def memory_kib(pid: int) -> int:
 
 
 async def memory(folder: Path, settings: Settings, looks: int = 5) -> Tally:
-    """Hand-overs with random cancels; prints each process's memory at even distances, and by how
-    much it grew after the first look, which ends the warm-up."""
+    """Hand-overs with random cancels; each process's memory at even distances, and by how much it
+    grew in the second half. Raises AssertionError where that is a leak.
+    """
     async with soaking(folder, settings) as made:
         total = settings.handovers
         assert total is not None
@@ -358,10 +367,15 @@ async def memory(folder: Path, settings: Settings, looks: int = 5) -> Tally:
         look()
         print(f"{total} requests, {total / (time.monotonic() - began):.0f} a second")
         print("private KiB after " + ", ".join(str(at) for at, _ in seen))
+        middle, last = seen[len(seen) // 2], seen[-1]
+        leaks = {}
         for name in made.running:
             sizes = [now[name] for _, now in seen]
-            grown = (sizes[-1] - sizes[0]) / (seen[-1][0] - seen[0][0]) * 1024
-            print(f"{name:<10} {', '.join(map(str, sizes))}: {grown:+.0f} bytes a request")
+            grown = (last[1][name] - middle[1][name]) * 1024 / (last[0] - middle[0])
+            print(f"{name:<10} {', '.join(map(str, sizes))}: {grown:+.0f} bytes a request at last")
+            if grown >= LEAST_LEAK:
+                leaks[name] = grown
+        assert not leaks, f"bytes that each request left: {leaks}"
         return made.tally
 
 
