@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from pdctl.errors import EXIT_INTERRUPTED
-from pdctl.interrupts import like_ctrl_c
+from pdctl.interrupts import leave_now, like_ctrl_c
 
 
 def main() -> None:
@@ -16,7 +16,12 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    run()
+    try:
+        run()
+    except SystemExit as e:
+        if e.code != EXIT_INTERRUPTED:
+            raise
+        leave_now(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

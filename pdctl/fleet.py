@@ -63,8 +63,14 @@ def look(hosts: Iterable[Host], deployment: str | None) -> tuple[ServiceRecord, 
     return tuple(r for h, answer in found for r in parse_services(h.name, answer["services"]))
 
 
-def attempt_all(items: Sequence[T], do: Callable[[T], R]) -> list[R | PdctlError]:
-    """Run for all at once, and wait for all: what each gave, or why it failed."""
+def attempt_all(
+    items: Sequence[T], do: Callable[[T], R], *, changes: bool = True
+) -> list[R | PdctlError]:
+    """Run for all at once, and wait for all: what each gave, or why it failed.
+
+    When interrupted too, so that nothing is changed any more while that is undone; but not where
+    nothing `changes`.
+    """
 
     def attempt(item: T) -> R | PdctlError:
         try:
@@ -74,13 +80,16 @@ def attempt_all(items: Sequence[T], do: Callable[[T], R]) -> list[R | PdctlError
 
     if len(items) == 1:
         return [attempt(items[0])]
-    with ThreadPoolExecutor(max_workers=max(1, min(FAN_OUT, len(items)))) as pool:
+    pool = ThreadPoolExecutor(max_workers=max(1, min(FAN_OUT, len(items))))
+    try:
         return list(pool.map(attempt, items))
+    finally:
+        pool.shutdown(wait=changes)
 
 
-def on_all(items: Sequence[T], do: Callable[[T], R]) -> list[R]:
+def on_all(items: Sequence[T], do: Callable[[T], R], *, changes: bool = True) -> list[R]:
     """Run for all at once. After all have ended, raises what failed: of several, HostsFailed."""
-    outcomes = attempt_all(items, do)
+    outcomes = attempt_all(items, do, changes=changes)
     good = [o for o in outcomes if not isinstance(o, PdctlError)]
     raise_failures([o for o in outcomes if isinstance(o, PdctlError)], len(good))
     return good

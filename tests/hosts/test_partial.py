@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 
 import pytest
 from cluster import Cluster
@@ -95,6 +96,25 @@ def test_a_host_that_is_gone_for_good_does_not_hold_up_the_rest(cluster: Cluster
     assert "gpu-c" in up.err
     assert cluster.pdctl("down", "demo").rc == 5
     assert a.clean() and b.clean()
+
+
+def test_an_interrupt_does_not_wait_for_who_is_silent(cluster: Cluster) -> None:
+    machines = cluster.add("gpu-a", "gpu-b")
+    path = str(cluster.topology())
+    machines[1].go_silent()
+    cluster.write_ssh_config(gpu_b="  ConnectTimeout 600")
+    for args in (("up", path), ("status", "-f", path), ("down", "-f", path)):
+        logins = machines[0].logins()
+        pdctl = cluster.start_pdctl(*args)
+        try:
+            eventually(lambda had=logins: machines[0].logins() > had, 30)
+            pdctl.send_signal(signal.SIGINT)
+            _, err = pdctl.communicate(timeout=60)
+        finally:
+            pdctl.kill()
+            pdctl.wait()
+        assert pdctl.returncode == 130 and "Traceback" not in err, err
+    assert eventually(machines[0].clean, 30)
 
 
 def test_a_host_that_falls_silent_in_the_middle(cluster: Cluster) -> None:
