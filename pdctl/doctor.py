@@ -191,7 +191,7 @@ def expected_path(decode: Instance, prefill: Instance, views: Mapping[str, View]
     if decode.group.transfer != "auto":
         return decode.group.transfer
     if decode.host == prefill.host:
-        return "shm"
+        return "cuda_ipc" if decode.group.devices and prefill.group.devices else "shm"
     both = [views[k] for k in (decode.host, prefill.host) if k in views]
     rdma = len(both) == 2 and all(v.rdma_ports and v.versions.get("ibverbs") for v in both)
     return "rdma" if rdma else "tcp"

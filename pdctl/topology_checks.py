@@ -242,9 +242,14 @@ def _transfer(topology: Topology, broken: Broken) -> Iterator[Finding]:
     homes = {topology.host_of(group) for group in topology.prefill}
     for index, group in enumerate(topology.decode):
         path: Path = ("decode", index)
-        if group.transfer != "shm" or broken.touches(("prefill",)) or broken.touches(path):
+        one_host = group.transfer in ("cuda_ipc", "shm")
+        if not one_host or broken.touches(("prefill",)) or broken.touches(path):
             continue
+        if group.transfer == "cuda_ipc" and not all(g.devices for g in (group, *topology.prefill)):
+            what = "cuda_ipc is between GPUs, and not all of prefill and this group have devices"
+            yield Finding((*path, "transfer"), what, "use auto or shm")
         others = sorted(homes - {topology.host_of(group)})
         if others:
-            what = f"shm needs prefill on the same host, but there is some on {', '.join(others)}"
+            there = f"but there is some on {', '.join(others)}"
+            what = f"{group.transfer} needs prefill on the same host, {there}"
             yield Finding((*path, "transfer"), what, "use auto or tcp")

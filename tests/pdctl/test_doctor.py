@@ -140,6 +140,11 @@ def test_which_path_is_to_be_expected() -> None:
     assert expected_path(decode, prefill, {"a": a, "b": b}) == "rdma"
     assert expected_path(decode, prefill, {"a": a}) == "tcp"
     assert expected_path(decode, replace(prefill, host="b"), {}) == "shm"
+    on_gpus = [
+        replace(i, host="a", group=i.group.model_copy(update={"devices": (n,)}))
+        for n, i in enumerate((decode, prefill))
+    ]
+    assert expected_path(on_gpus[0], on_gpus[1], {}) == "cuda_ipc"
     (explicit,) = (i for i in topology(transfer="tcp").instances() if i.role == "decode")
     assert expected_path(explicit, replace(prefill, host="b"), {}) == "tcp"
 

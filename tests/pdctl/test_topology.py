@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdctl.errors import TopologyError
 from pdctl.topology import (
     DecodeGroup,
     Host,
@@ -203,3 +204,24 @@ def test_defaults_the_reference_states_are_the_real_ones(
         default = schema.model_fields[key].default
         plain = f"{default >> 20}MiB" if shown.endswith("MiB") else str(default).lower()
         assert plain.removesuffix(".0") == shown
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "why"),
+    [
+        ("{host: a, devices: 0}", "{host: a, devices: 1, transfer: cuda_ipc}", ""),
+        ("{host: b, devices: 0}", "{host: a, devices: 1, transfer: cuda_ipc}", "the same host"),
+        ("{host: a}", "{host: a, devices: 1, transfer: cuda_ipc}", "is between GPUs"),
+        ("{host: a, devices: 0}", "{host: a, transfer: cuda_ipc}", "is between GPUs"),
+    ],
+)
+def test_cuda_ipc_is_between_gpus_of_one_host(
+    tmp_path: Path, prefill: str, decode: str, why: str
+) -> None:
+    hosts = "hosts: {a: {address: 10.0.0.1}, b: {address: 10.0.0.2}}\nrouter: {host: a}\n"
+    text = f"name: t\nmodel: m\n{hosts}prefill: [{prefill}]\ndecode: [{decode}]\n"
+    if not why:
+        assert loaded(tmp_path, text).topology.decode[0].transfer == "cuda_ipc"
+        return
+    with pytest.raises(TopologyError, match=why):
+        loaded(tmp_path, text)
