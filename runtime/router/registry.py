@@ -222,8 +222,10 @@ class Registry:
             preferred = everything
         return Eligible(tuple(preferred), tuple(everything), self._next_change(usable, now))
 
-    def _linked(self, decode: Instance, prefills: dict[str, Instance]) -> tuple[Instance, ...]:
-        return tuple(prefills[name] for name in sorted(decode.links) if name in prefills)
+    def _linked(self, instance: Instance, prefills: dict[str, Instance]) -> tuple[Instance, ...]:
+        """Of a decode instance: a mixed one needs no prefill, whatever paths it reports."""
+        links = instance.links if instance.info.role == "decode" else ()
+        return tuple(prefills[name] for name in sorted(links) if name in prefills)
 
     def _doubtful(self, decode: Instance, prefill: Instance, now: float) -> bool:
         bad_until = decode.bad_links.get(prefill.name, 0.0)

@@ -317,6 +317,12 @@ def test_models_do_not_mix(world: World) -> None:
     assert not [t for t in world.registry.eligible("tiny").all if not t.prefills]
 
 
+def test_a_mixed_instance_needs_no_prefill_whatever_it_reports(world: World) -> None:
+    world.add("prefill-0")
+    world.add("mixed-0", peers={"prefill-0": "shm"})
+    assert [t.prefills for t in world.registry.eligible("tiny").all] == [()]
+
+
 def test_asking_for_invented_models_leaves_nothing_in_memory(world: World) -> None:
     for number in range(100):
         assert world.registry.eligible(f"invented-{number}").all == ()
