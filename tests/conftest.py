@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
 from rdma_lab import IN_GUEST, has_devices
 
 # Tests that compute with torch share the cores with the deployments they test. Set before torch is
 # imported, and for the same reason as in the engine core (docs/decisions/0002).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# On a busy machine an example may take any time.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+REAL_MODEL = (
+    "tests/e2e/",
+    "tests/engine/test_engine_parity.py",
+    "tests/hosts/test_real_model.py",
+    "tests/transfer/test_real_model.py",
+)
 
 
 def _default_model() -> Path:
@@ -28,23 +41,7 @@ def model_path() -> Path:
     return path
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks for its marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    if config.pluginmanager.hasplugin("xdist"):
-        _keep_together(items)
-    _skip_without_devices(items)
-
-
-def _keep_together(items: list[pytest.Item]) -> None:
-    """With several workers (`-n 2`, as `make test` does) a file stays in one, for its fixtures. So
-    do all files with the real model: they share deployments, and two at once would be slow."""
-    real = {item.path for item in items if "model_path" in getattr(item, "fixturenames", ())}
-    for item in items:
-        group = "real model" if item.path in real else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _skip_without_devices(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of real verbs need the guest's devices; in the guest they must be there."""
     if has_devices():
         return
@@ -62,3 +59,18 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         report.outcome = "failed"
         report.longrepr = f"skipped, which nothing may be in the guest: {report.longrepr}"
     return report
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers (`-n 2`, as `make test` does) a file stays in one, for its fixtures. So
+    do all files with the real model: they share deployments, and two at once would be slow."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "the real model" if file.startswith(REAL_MODEL) else file
+
+    config.option.loadscopereorder = False  # what takes longest has not the most tests
+    return Scheduling(config, log)
