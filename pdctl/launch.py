@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pdctl import state
@@ -24,6 +24,8 @@ from pdctl.services import ServiceSpec
 
 LOG_LINES = 20
 UNDO_GRACE_S = 10.0
+LINK_S = 5.0
+"""How long one that does not serve is waited for before the only other is ended."""
 END_S = 5.0
 """Beyond its requests a service needs a moment to end by itself."""
 
@@ -43,6 +45,13 @@ def show_log(error: PdctlError, report: Report) -> None:
     if isinstance(error, ServiceFailed):
         for line in error.log_tail:
             report(Event("log", line, error.service, error.host))
+
+
+def _dispensable(name: str, others: Collection[str], router: RouterClient | None) -> bool:
+    """Whether one of the others serves too, or it does not serve itself."""
+    view = (router.view() if router else None) or {}
+    serving = {n for n, routed in view.items() if routed.serves}
+    return name not in serving or not serving.isdisjoint(others)
 
 
 @dataclass(slots=True)
@@ -107,23 +116,30 @@ class Launch:
         return sorted(batches, key=rank)
 
     def _refuse_the_last(self, service: ServiceSpec) -> None:
-        """The only one of its role that serves is not ended while others could, but do not."""
+        """The only one of its role that serves is not ended while others could, but do not.
+
+        They have a moment: a link to what was renewed before takes one to come back.
+        """
         router = self._router()
-        view = (router.view() if router else None) or {}
-        serving = {name for name, routed in view.items() if routed.serves}
         others = {
             step.service.name
             for step in self.plan.steps
             if step.service.role == service.role and step.kind != "remove"
         } - {service.name}
-        if service.name in serving and others and not others & serving:
+        begun = time.monotonic()
+        while others and not _dispensable(service.name, others, router):
             idle = sorted(others)
-            raise PdctlError(
-                f"{service.name} is the only {service.role} instance that serves now: "
-                f"{', '.join(idle)} {'does' if len(idle) == 1 else 'do'} not",
-                hint="`pdctl status` says why; `pdctl restart NAME` and `pdctl drain NAME --undo`"
-                " bring one back",
-            )
+            waited = time.monotonic() - begun
+            if waited >= LINK_S:
+                raise PdctlError(
+                    f"{service.name} is the only {service.role} instance that serves now: "
+                    f"{', '.join(idle)} {'does' if len(idle) == 1 else 'do'} not",
+                    hint="`pdctl status` says why; `pdctl restart NAME` and"
+                    " `pdctl drain NAME --undo` bring one back",
+                )
+            text = f"{' or '.join(idle)} to serve"
+            self.report(Event("wait", text, service.name, service.host, waited))
+            time.sleep(POLL_S)
 
     def _say_how_far(self, batches: Sequence[Batch], failed: int) -> None:
         if len(batches) > 1:

@@ -108,7 +108,7 @@ def test_an_interrupt_does_not_wait_for_who_is_silent(cluster: Cluster) -> None:
         pdctl = cluster.start_pdctl(*args)
         try:
             eventually(lambda had=logins: machines[0].logins() > had, 30)
-            pdctl.send_signal(signal.SIGINT)
+            pdctl.send_signal(signal.SIGTERM)
             _, err = pdctl.communicate(timeout=60)
         finally:
             pdctl.kill()

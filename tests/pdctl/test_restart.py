@@ -11,6 +11,7 @@ from supervision import Home, eventually, gone
 
 from pdctl import ops
 from pdctl.errors import PdctlError, ServiceFailed, UsageError
+from pdctl.routing import RouterClient
 
 
 def restart(*services: str, report: ops.Report = ops.silent, **more: object) -> ops.RestartResult:
@@ -88,6 +89,22 @@ def test_what_does_not_run_is_started_first_and_the_last_one_is_kept(
     started = told.order("start")
     assert started == ["start decode-1", "start decode-0"]
     assert ops.status("demo").healthy
+
+
+def test_who_is_about_to_serve_is_waited_for(home: Home, demo: Demo) -> None:
+    up(demo(decode=[DECODE | {"replicas": 2}]))
+    drain("decode-1")
+    told = Told()
+    token = (home.dir("demo", "router") / "token").read_text().strip()
+    router = RouterClient(ops.status("demo").endpoint, token)
+
+    def undo_when_waited_for(event: ops.Event) -> None:
+        told(event)
+        if event.text == "decode-1 to serve":
+            router.drain("decode-1", False)  # as its link comes back: without asking for the lock
+
+    assert restart("decode-0", rolling=True, report=undo_when_waited_for).restarted == ("decode-0",)
+    assert "wait decode-0" in told.order("wait")
 
 
 def test_mistakes_are_named(demo: Demo) -> None:
