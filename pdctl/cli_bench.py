@@ -41,7 +41,7 @@ def transfer_command(
     which: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME | TOPOLOGY]",
+            metavar="NAME | TOPOLOGY",
             help="A deployment, or its topology file; not needed when there is only one.",
             autocompletion=complete_name,
         ),

@@ -167,7 +167,7 @@ def _number(text: str) -> tuple[str, int]:
 
 def restart(
     services: Annotated[
-        list[str] | None, typer.Argument(metavar="[SERVICE]...", help="Default: all.")
+        list[str] | None, typer.Argument(metavar="SERVICE...", help="Default: all.")
     ] = None,
     rolling: Annotated[
         bool,

@@ -34,7 +34,7 @@ def complete_name(incomplete: str) -> list[str]:
 Name = Annotated[
     str | None,
     typer.Argument(
-        metavar="[NAME]",
+        metavar="NAME",
         help="The deployment; not needed when there is only one.",
         autocompletion=complete_name,
     ),

@@ -88,7 +88,7 @@ def _watch(name: str | None, place: Where, screen: Screen, *, as_json: bool) -> 
 
 def logs(
     services: Annotated[
-        list[str] | None, typer.Argument(metavar="[SERVICE]...", help="Default: all.")
+        list[str] | None, typer.Argument(metavar="SERVICE...", help="Default: all.")
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Then new lines as they come.")

@@ -24,6 +24,7 @@ from pdctl.scaling import scaled, to_record
 from pdctl.shim.files import NAME
 from pdctl.state import KnownDeployment
 
+WHICH = "say which: as NAME, or with `--name NAME` where the command takes something else first"
 HERE = ("local", "localhost")
 
 
@@ -129,9 +130,7 @@ def resolve_name(name: str | None) -> str:
         return found[0]
     if not found:
         raise UsageError("there is no deployment here", hint="start one: `pdctl up TOPOLOGY`")
-    raise UsageError(
-        f"there are {len(found)} deployments: {', '.join(found)}", hint="name one of them"
-    )
+    raise UsageError(f"there are {len(found)} deployments: {', '.join(found)}", hint=WHICH)
 
 
 def known_of(t: topology.Topology, path: Path) -> KnownDeployment:
@@ -208,9 +207,7 @@ def _only(answer: Mapping[str, Any]) -> str:
     """The deployment on a host; empty when it has none."""
     names = sorted(answer["deployments"])
     if len(names) > 1:
-        raise UsageError(
-            f"there are {len(names)} deployments: {', '.join(names)}", hint="name one of them"
-        )
+        raise UsageError(f"there are {len(names)} deployments: {', '.join(names)}", hint=WHICH)
     return names[0] if names else ""
 
 

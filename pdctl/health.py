@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +27,8 @@ SLOW_POLL_S = 0.3
 """After a few seconds: every look costs the CPU on which the model is being loaded."""
 HTTP_TIMEOUT_S = 2.0
 _REASONS = ("waiting_for", "message")
+_LAST_WORDS = re.compile(r"(router|worker|core|rank \d+): ")
+"""How the line begins in which a process of the runtime says why it cannot start."""
 # A proxy from the environment has no business between us and our own services.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -118,11 +121,13 @@ def living(services: Sequence[ServiceSpec], watcher: Watcher) -> Mapping[str, Se
         record = records.get(service.name)
         if record is None or record.ended:
             how = record.how_it_ended() if record else "its directory is gone"
+            tail = watcher.tail(service.name)
+            why = next((f": {line}" for line in reversed(tail) if _LAST_WORDS.match(line)), "")
             raise ServiceFailed(
-                f"{service.name} on {service.host}: {how}",
+                f"{service.name} on {service.host}: {how}{why}",
                 service=service.name,
                 host=service.host,
-                log_tail=watcher.tail(service.name),
+                log_tail=tail,
                 exit_status=record.exit.status if record and record.exit else None,
             )
     return records

@@ -172,7 +172,7 @@ class LocalChannel:
         try:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-        except OSError as e:
+        except (OSError, ValueError) as e:  # ValueError: this end was closed before
             raise self._ended() from e
 
     def receive(self, timeout: float | None) -> str | None:

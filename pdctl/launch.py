@@ -319,6 +319,7 @@ class Launch:
         undone = list(self._undoable)
         if not undone:
             return
+        rest = f"`pdctl down {self.fleet.deployment}` ends what is left"
         self.report(Event("rollback", f"stopping what this run started: {', '.join(undone)}"))
         self.fleet.tolerate()
         try:
@@ -328,13 +329,17 @@ class Launch:
             if not self.fleet.observe(scan=False) and not self.fleet.lost:
                 state.forget(self.fleet.deployment)
         except PdctlError as e:
-            name = self.fleet.deployment
-            self.report(Event("note", f"rollback failed: {e}; `pdctl down {name}` stops all"))
+            self.report(Event("note", f"rollback failed: {e}; {rest}"))
             return
+        except KeyboardInterrupt:
+            self.report(Event("note", f"interrupted before that was done; {rest}"))
+            raise
         if left:
             self.report(Event("note", f"still running: {', '.join(left)}"))
         for error in self.fleet.lost.values():
-            self.report(Event("note", f"not rolled back there: {error}"))
+            self.report(Event("note", f"not rolled back there: {error}; {rest}"))
+        if not left and not self.fleet.lost:
+            self.report(Event("note", "nothing of it is left"))
 
     def _tell(self, kind: EventKind, step: Step) -> None:
         self.report(Event(kind, step.reason, step.service.name, step.service.host))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -176,6 +177,11 @@ _SHOWN: dict[str, tuple[str, Style, str]] = {
 }
 
 
+def _ageless(text: str) -> str:
+    """What stays while only an age changes."""
+    return re.sub(r"\d+(\.\d+)? s\b", "", text)
+
+
 class Progress:
     """Shows events as they come: a line per change, and on a terminal one line that lives.
 
@@ -236,7 +242,7 @@ class Progress:
         before = self._waiting.get(event.service)
         self._waiting[event.service] = event
         if not self._screen.live:
-            if before is None or before.text != event.text:
+            if before is None or _ageless(before.text) != _ageless(event.text):
                 self._print(self._text(event))
         elif time.monotonic() - self._drawn_at > _SPINNER_S:
             self._drawn_at = time.monotonic()

@@ -43,7 +43,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
 
 # What each part of the runtime may import of the runtime, itself aside.
 _BASE = {"config", "errors", "link", "protocol"}
-_HTTP = _BASE | {"answers"}
+_HTTP = _BASE | {"answers", "reasons"}
 RUNTIME_MAY: dict[str, set[str]] = {
     "__main__": _BASE | {"front", "router", "engine.process", "engine.follower", "native"},
     "answers": {"errors", "protocol"},
@@ -56,10 +56,11 @@ RUNTIME_MAY: dict[str, set[str]] = {
     "models": {"errors", "kv", "_native", "native"},
     "native": {"errors", "_native"},
     "protocol": set(),
+    "reasons": set(),
     "router": _HTTP,
     "transfer": _BASE | {"kv", "engine.contract", "_native", "native"},
 }
-WITHOUT_TORCH = ("router", "front", "answers", "link", "protocol", "config", "errors")
+WITHOUT_TORCH = ("router", "front", "answers", "reasons", "link", "protocol", "config", "errors")
 
 
 def sources(folder: str) -> list[Path]:

@@ -18,7 +18,7 @@ from pdctl.errors import EXIT_INTERRUPTED, PdctlError, UsageError
 
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="Not needed when only one deployment runs."),
+    typer.Argument(metavar="NAME", help="Not needed when only one deployment runs."),
 ]
 Endpoint = Annotated[
     str | None, typer.Option(help="Measure this URL instead of a deployment of ours.")

@@ -289,6 +289,8 @@ def server_timing(headers: list[str]) -> dict[str, float]:
 
 def _reason(error: Exception) -> str:
     """One line, the system's own words where there are some."""
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection ended in the middle of the answer"
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     text = str(cause) or type(error).__name__
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno in errno.errorcode:

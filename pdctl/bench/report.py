@@ -39,6 +39,11 @@ def notes(summary: Summary) -> list[str]:
     per_chunk = summary.tokens_per_chunk
     if per_chunk is not None and per_chunk > _MERGED_CHUNKS:
         found.append(f"arrivals held {per_chunk:.2f} tokens on average: ITL is not per token here")
+    if summary.cached_tokens * 2 > summary.input_tokens:
+        found.append(
+            f"{summary.cached_tokens} of {summary.input_tokens} input tokens came from prefix "
+            "caches: another --seed makes new prompts"
+        )
     if summary.without_usage:
         found.append(f"{summary.without_usage} answers said no usage: their tokens are not counted")
     if summary.client_cores > _BUSY_CLIENT:

@@ -230,7 +230,9 @@ async def _warm_up(
         if outcome.failure is not None:
             raise PdctlError(
                 f"the warm-up request failed: {outcome.failure.kind}: {outcome.failure.message}",
-                hint="see pdctl status and pdctl logs",
+                hint="shorter prompts (--input-len), or see pdctl status and pdctl logs"
+                if outcome.failure.kind == "HTTP 400"
+                else "see pdctl status and pdctl logs",
             )
 
 

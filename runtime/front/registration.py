@@ -22,6 +22,7 @@ from runtime.protocol import (
     Registration,
     RegistrationReply,
 )
+from runtime.reasons import reason
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Registrar:
                     return RETRY_S
                 reply = msgspec.json.decode(raw, type=RegistrationReply)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as e:
-            self._failed(str(e) or type(e).__name__)
+            self._failed(reason(e))
             return RETRY_S
         if self._trouble is not None:
             log.info("registered with the router again")

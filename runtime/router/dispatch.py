@@ -22,6 +22,7 @@ from runtime.answers import error_object, error_response, sse_event
 from runtime.config import RouterConfig
 from runtime.errors import LegError, NoPairError, RequestError, RuntimeFailure
 from runtime.protocol import HEADER_FAILED_LEG, HEADER_REQUEST_ID
+from runtime.reasons import reason
 from runtime.router.admit import Call, KeyRing, admit, client_id
 from runtime.router.engines import NativeEngine
 from runtime.router.instances import Eligible, Lease
@@ -203,9 +204,9 @@ class Dispatcher:
                     timeout=_TIMEOUT,
                 )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:
-                return self._lost(choice, "connect", f"no connection: {e or type(e).__name__}")
+                return self._lost(choice, "connect", f"no connection: {reason(e)}")
             except (aiohttp.ClientError, OSError) as e:
-                why = f"it broke off before its answer: {e or type(e).__name__}"
+                why = f"it broke off before its answer: {reason(e)}"
                 return self._lost(choice, "disconnect", why)
             try:
                 outcome = await self._answer(exchange, choice, lease, upstream)
@@ -243,7 +244,9 @@ class Dispatcher:
             if leg:  # the instance lives: it ended the stream itself, with an error event
                 self._blame(choice, leg)
             else:
-                failure = self._lost(choice, "disconnect", f"it broke off in mid-answer: {e}")
+                failure = self._lost(
+                    choice, "disconnect", f"it broke off in mid-answer: {reason(e)}"
+                )
                 if not exchange.relay.started:
                     return failure
             name = choice.decode.name
@@ -258,7 +261,7 @@ class Dispatcher:
         try:
             body = await upstream.read()
         except (aiohttp.ClientError, OSError) as e:
-            return self._lost(choice, "disconnect", f"it broke off in mid-answer: {e}")
+            return self._lost(choice, "disconnect", f"it broke off in mid-answer: {reason(e)}")
         answer = web.Response(status=upstream.status, headers=response_headers(upstream), body=body)
         if upstream.status == 503:
             return Failure("overloaded", answer, Avoid(frozenset({choice.decode.name})))

@@ -9,6 +9,7 @@ import asyncio
 
 import aiohttp
 
+from runtime.reasons import reason
 from runtime.router.instances import Instance
 from runtime.router.registry import Registry
 
@@ -59,4 +60,4 @@ class Prober:
         except TimeoutError:
             return f"/health did not answer within {PROBE_TIMEOUT.total:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as e:
-            return f"/health failed: {e or type(e).__name__}"
+            return f"/health failed: {reason(e)}"

@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 
 from runtime.errors import RuntimeFailure
 from runtime.protocol import HEADER_TOKEN
+from runtime.reasons import reason
 
 HOLD_BYTES = 8 << 20
 """A body that is not a stream is held back up to this size, so that a cut can become a 502."""
@@ -187,7 +188,7 @@ async def _read(upstream: aiohttp.ClientResponse) -> bytes:
     try:
         return await upstream.content.readany()
     except (aiohttp.ClientError, OSError) as e:
-        raise UpstreamCut(str(e) or type(e).__name__) from e
+        raise UpstreamCut(reason(e)) from e
 
 
 async def _read_held(upstream: aiohttp.ClientResponse, limit: int) -> tuple[bytes, bool]:

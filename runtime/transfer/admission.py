@@ -28,18 +28,20 @@ class Admission:
         tokens = len(message.prompt)
         if not tokens:
             raise RequestError("the prompt is empty")
-        blocks = self._layout.blocks_for(tokens)
+        blocks, size = self._layout.blocks_for(tokens), self._layout.block_size
         if blocks > self._buffer_blocks:
             raise RequestError(
                 f"a prompt of {tokens} tokens needs {blocks} blocks of the CPU buffer,"
-                f" which has {self._buffer_blocks}"
+                f" which has {self._buffer_blocks} ({self._buffer_blocks * size} tokens; a larger"
+                " cpu_buffer holds more)"
             )
         # One more token than the prompt, or decoding could not even begin.
         needed = self._layout.blocks_for(tokens + 1)
         if needed > self._pool_blocks:
             raise RequestError(
                 f"a prompt of {tokens} tokens needs {needed} blocks of KV cache,"
-                f" there are {self._pool_blocks}"
+                f" there are {self._pool_blocks} ({self._pool_blocks * size} tokens; a larger"
+                " kv_cache holds more)"
             )
         if waiting >= self._max_queued:
             raise CapacityError(f"{waiting} requests already wait for the CPU buffer")

@@ -137,6 +137,15 @@ def test_what_ready_means(fake: Fake, status: int, body: Any, reason: str) -> No
     assert (found.ready, found.reason, found.reachable) == (not reason, reason, True)
 
 
+def test_last_words_of_a_start_that_cannot_work_are_the_error(fake: Fake) -> None:
+    told = Told()
+    told.record = DEAD
+    lines = ["core: kv_cache: 900 GiB cannot be allocated", "INFO the core has ended"]
+    watcher = replace(told.watcher(), tail=lambda _: lines)
+    with pytest.raises(ServiceFailed, match=r"code 3 after 0.5 s: core: kv_cache: 900 GiB"):
+        wait_ready([fake.spec()], watcher, soon(60))
+
+
 def test_a_death_ends_the_wait_at_once_also_while_ready_hangs(fake: Fake) -> None:
     told = Told()
     fake.hang_s = 1.5

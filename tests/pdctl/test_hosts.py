@@ -88,6 +88,13 @@ def test_the_end_of_a_program_is_the_end_of_its_channel(host: LocalHost) -> None
     assert channel.error_text() == "it broke"
 
 
+def test_a_channel_that_was_closed_is_one_whose_program_has_ended(host: LocalHost) -> None:
+    channel = host.channel([sys.executable, "-c", "input()"])
+    channel.close()
+    with pytest.raises(HostCommandError, match="has ended"):
+        channel.send("{}")
+
+
 def test_terminal_interrupts_do_not_reach_what_a_host_runs(host: LocalHost) -> None:
     result = ran(host, [sys.executable, "-c", "import os; print(os.getsid(0))"])
     assert int(result.out) != os.getsid(0)

@@ -24,7 +24,9 @@ import sys
 from pathlib import Path
 from pdctl import interrupts, ops
 interrupts.like_ctrl_c()
-ops.up(Path(sys.argv[1]), ops.UpOptions(), lambda e: print(e.kind, flush=True))
+def tell(event):
+    print(event.text if event.kind == "note" else event.kind, flush=True)
+ops.up(Path(sys.argv[1]), ops.UpOptions(), tell)
 """
 
 
@@ -46,8 +48,22 @@ def test_an_interrupted_wait_is_rolled_back(home: Home, site: Site, sig: signal.
     process.send_signal(sig)
     out, err = process.communicate(timeout=30)
     assert "rollback" in out and "KeyboardInterrupt" in err
+    assert "nothing of it is left" in out
     assert home.processes() == []
     assert not (home.base / "demo").exists()
+
+
+def test_interrupted_again_it_says_what_ends_the_rest(home: Home, site: Site) -> None:
+    stubborn = DECODE | {"env": {"STUB_DELAY": "60", "STUB_IGNORE_TERM": "1"}}
+    process = start_up(site.topology(decode=[stubborn]))
+    assert process.stdout is not None
+    for line in ("wait\n", "rollback\n"):
+        eventually(lambda line=line: process.stdout and process.stdout.readline() == line, 20)
+        process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert "interrupted before that was done; `pdctl down demo` ends what is left" in out
+    assert ops.down("demo", 2.0, ops.silent).ok
+    assert home.processes() == []
 
 
 @pytest.mark.parametrize("seed", range(6))
