@@ -84,7 +84,7 @@ def test_validate_prints_a_topology_that_is_valid_again(tmp_path: Path) -> None:
     result = invoke("validate", str(TOPOLOGIES / "quickstart.yaml"))
     assert result.exit_code == 0
     content = yaml.safe_load(result.stdout)
-    assert content["decode"][0]["cpu_buffer"] == "256MiB"
+    assert content["decode"][0]["cpu_buffer"] == "384MiB"
     assert content["prefill"][0]["host"] == "local"
     for group in content["prefill"] + content["decode"]:
         assert group.pop("secrets") == {}

@@ -74,7 +74,7 @@ QUICKSTART_DECODE = {
     "shm_prefix": "pdctl.quickstart.decode-0.b8e4a2cc",
     "request_timeout_s": 600.0,
     "drain_timeout_s": 30.0,
-    "cpu_buffer_bytes": 268435456,
+    "cpu_buffer_bytes": 402653184,
     "transfer": "auto",
 }
 

@@ -36,7 +36,7 @@ def loaded(tmp_path: Path, text: str) -> LoadedTopology:
 def test_the_shortest_topology_has_the_documented_defaults(tmp_path: Path) -> None:
     topology = loaded(tmp_path, PAIR).topology
     decode = topology.decode[0]
-    assert (decode.cpu_buffer, decode.kv_cache) == (256 << 20, 512 << 20)
+    assert (decode.cpu_buffer, decode.kv_cache) == (384 << 20, 512 << 20)
     assert (decode.transfer, decode.block_size, decode.devices) == ("auto", 16, ())
     assert topology.router == Router(port=8000, policy="least_loaded")
     assert topology.host_of(topology.router) == topology.host_of(decode) == "a"
