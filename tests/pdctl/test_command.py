@@ -95,7 +95,7 @@ def test_the_quickstarts_decode_word_for_word() -> None:
     assert decode.url == "http://127.0.0.1:8101"
     assert decode.bind == "127.0.0.1"
     assert decode.shm_prefix == QUICKSTART_DECODE["shm_prefix"]
-    assert decode.cpu_buffer_bytes == 256 << 20
+    assert decode.cpu_buffer_bytes == 384 << 20
     assert (decode.secrets, decode.secret_files) == ((), {})
 
 

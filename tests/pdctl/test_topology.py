@@ -36,7 +36,7 @@ def loaded(tmp_path: Path, text: str) -> LoadedTopology:
 def test_the_shortest_topology_has_the_documented_defaults(tmp_path: Path) -> None:
     topology = loaded(tmp_path, PAIR).topology
     decode = topology.decode[0]
-    assert (decode.cpu_buffer, decode.kv_cache) == (384 << 20, 512 << 20)
+    assert (decode.cpu_buffer, decode.kv_cache) == (256 << 20, 512 << 20)
     assert (decode.transfer, decode.block_size, decode.devices) == ("auto", 16, ())
     assert topology.router == Router(port=8000, policy="least_loaded")
     assert topology.host_of(topology.router) == topology.host_of(decode) == "a"
@@ -130,7 +130,7 @@ def test_the_quickstart_is_one_pair_on_this_machine() -> None:
     assert topology.model == "smollm2-135m" and topology.router.port == 8000
     assert [i.name for i in topology.instances()] == ["prefill-0", "decode-0"]
     assert all(host.local for host in topology.hosts.values())
-    assert topology.decode[0].cpu_buffer == 256 << 20
+    assert topology.decode[0].cpu_buffer == 384 << 20
 
 
 @pytest.mark.parametrize(
