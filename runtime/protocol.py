@@ -18,7 +18,7 @@ from typing import Literal, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 RequestId = NewType("RequestId", str)
 """Made by the router (or by the front without one): never a client's string."""

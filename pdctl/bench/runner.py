@@ -230,9 +230,7 @@ async def _warm_up(
         if outcome.failure is not None:
             raise PdctlError(
                 f"the warm-up request failed: {outcome.failure.kind}: {outcome.failure.message}",
-                hint="shorter prompts (--input-len), or see pdctl status and pdctl logs"
-                if outcome.failure.kind == "HTTP 400"
-                else "see pdctl status and pdctl logs",
+                hint="see pdctl status and pdctl logs",
             )
 
 

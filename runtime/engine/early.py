@@ -6,11 +6,12 @@ from runtime.kv.swap import PIECE_BYTES
 
 
 def leaves_after(layer: int, num_layers: int, layer_bytes: int) -> bool:
-    """Whether KV that is final in the first `layer` layers, `layer_bytes` in each, should leave
-    now: whenever a piece worth a copy of its own has come together, and before the last layer, so
-    that next to nothing is left at the end. KV of less than a piece leaves at the end only.
+    """Whether KV that is final in the first `layer` layers (fewer than all), `layer_bytes` in each,
+    should leave now: whenever a piece worth a copy of its own has come together, and before the
+    last layer, so that next to nothing is left at the end. KV of less than a piece leaves at the
+    end only.
     """
     each = max(1, PIECE_BYTES // layer_bytes)
     if each >= num_layers:
         return False
-    return layer < num_layers and (layer % each == 0 or layer == num_layers - 1)
+    return layer % each == 0 or layer == num_layers - 1

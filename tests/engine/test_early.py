@@ -13,7 +13,7 @@ from tests.engine.stepper_bench import Bench
 
 
 def cuts(num_layers: int, layer_bytes: int) -> list[int]:
-    return [n for n in range(num_layers + 1) if n and leaves_after(n, num_layers, layer_bytes)]
+    return [n for n in range(1, num_layers) if leaves_after(n, num_layers, layer_bytes)]
 
 
 def test_about_a_piece_leaves_at_a_time_and_next_to_nothing_is_left() -> None:

@@ -25,6 +25,8 @@ from typing import cast
 
 import uvloop
 
+from runtime.protocol import PROTOCOL_VERSION
+
 TOKEN = "bench-token"
 EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
@@ -182,7 +184,7 @@ def _write_config(folder: Path, port: int) -> Path:
 def _register(router_port: int, backend_port: int) -> None:
     for name, role in (("prefill-0", "prefill"), ("decode-0", "decode")):
         info = {
-            "version": 1,
+            "version": PROTOCOL_VERSION,
             "name": name,
             "role": role,
             "url": f"http://127.0.0.1:{backend_port}",

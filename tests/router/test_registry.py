@@ -215,7 +215,7 @@ def test_of_two_live_processes_under_one_name_the_newer_one_wins(world: World) -
 
 def test_another_protocol_version_is_refused_and_changes_nothing(world: World) -> None:
     world.add("prefill-0")
-    with pytest.raises(RegistrationRefused, match=r"version 99.*router 1"):
+    with pytest.raises(RegistrationRefused, match=rf"version 99.*router {PROTOCOL_VERSION}"):
         world.add("prefill-0", version=99, ready=False)
     assert world.registry.instances()[0].info.ready
 

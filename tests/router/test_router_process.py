@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from free_ports import free_port
 
+from runtime.protocol import PROTOCOL_VERSION
+
 TOKEN = "process-token"
 
 
@@ -133,7 +135,7 @@ def _post(url: str, body: dict[str, Any]) -> Any:
 
 def _register_mixed(router: str, url: str) -> None:
     info = {
-        "version": 1,
+        "version": PROTOCOL_VERSION,
         "name": "mixed-0",
         "role": "mixed",
         "url": url,
