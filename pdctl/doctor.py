@@ -108,7 +108,8 @@ def _first_look(t: Topology, host: Host) -> _Look:
     theirs = float(shim_call(host, "clock", {})["time"])
     half = (time.monotonic() - before) / 2
     clock = Clock(theirs - asked - half, half)
-    return _Look(clock, parse_services(host.name, answer["services"]), shim_call(host, "probe", {}))
+    probe = shim_call(host, "probe", {"busy": True})
+    return _Look(clock, parse_services(host.name, answer["services"]), probe)
 
 
 def _services(

@@ -149,6 +149,13 @@ def known_of(t: topology.Topology, path: Path) -> KnownDeployment:
     )
 
 
+def with_former(t: topology.Topology, path: Path) -> KnownDeployment:
+    """As `known_of`, with the hosts that an earlier `up` from here used."""
+    known = known_of(t, path)
+    cached = state.recall(known.name)
+    return replace(known, hosts={**(cached.hosts if cached else {}), **known.hosts})
+
+
 def this_machine() -> str:
     """User, host and pdctl's home: another home on the same machine is another place."""
     return f"{user_name()}@{socket.gethostname()}:{LocalHost().base}"
@@ -163,11 +170,10 @@ def _start(name: str | None, where: Where) -> KnownDeployment:
         raise UsageError(f"{name!r} is not the name of a deployment")
     given: dict[str, str | None] = {h: None if h in HERE else h for h in where.hosts}
     if where.file is not None:
-        known = known_of(topology.load(where.file).topology, where.file)
+        known = with_former(topology.load(where.file).topology, where.file)
         if name not in (None, known.name):
             raise UsageError(f"{where.file} describes {known.name}, not {name}")
-        cached = state.recall(known.name)
-        return replace(known, hosts=given or {**(cached.hosts if cached else {}), **known.hosts})
+        return replace(known, hosts=given) if given else known
     if given:
         return KnownDeployment(name or "", "", given)
     name = resolve_name(name)

@@ -49,11 +49,13 @@ def locked(
 def register(fleet: Fleet, known: KnownDeployment) -> None:
     """Let its locked hosts know the whole deployment, before anything of it starts there."""
 
+    record = asdict(known)  # once: it names all hosts, and all of them get it
+
     def tell(session: Session) -> dict[str, Any]:
         keys = sorted(k for k, h in fleet.hosts.items() if h is session.host and k in known.hosts)
         if not keys:
             return {}
-        return session.call("register", {"known": {**asdict(known), "keys": keys}})
+        return session.call("register", {"known": {**record, "keys": keys}})
 
     try:
         fleet.on_sessions(tell)

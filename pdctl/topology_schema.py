@@ -266,7 +266,8 @@ class Topology(Section):
 
     def used_hosts(self) -> tuple[str, ...]:
         """Keys of the hosts that run something, in the order of the file."""
-        used = {self.host_of(self.router), *(i.host for i in self.instances())}
+        groups = (group for some in self.groups().values() for group in some)
+        used = {self.host_of(self.router), *(self.host_of(g) for g in groups if g.replicas)}
         return tuple(key for key in self.hosts if key in used)
 
 

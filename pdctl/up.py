@@ -19,7 +19,7 @@ from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.find import Found, Where, latest_said, located, whereabouts
+from pdctl.find import Found, Where, latest_said, located, with_former
 from pdctl.fleet import Fleet, on_all, raise_failures
 from pdctl.hold import leave, locked, register
 from pdctl.hosts import Host
@@ -72,7 +72,7 @@ def plan_up(path: Path, report: Report) -> Plan:
     with located(wanted.known.name, Where(file=path)) as found:
         if found.unreachable:
             raise_failures([*found.unreachable.values()], len(found.reachable()))
-        ask = {"models": wanted.places}
+        ask = {"models": wanted.places, "busy": True}
         probes = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", ask)))
         plan = _plan(wanted, found.hosts, found.records, dict(probes), _busy(dict(probes)))
         return _with_scale(plan, wanted, latest_said(found.answers.values(), plan.deployment))
@@ -168,7 +168,7 @@ def _read(path: Path, report: Report) -> Wanted:
     loaded = topology.load(path)
     for warning in loaded.warnings:
         report(Event("note", warning))
-    return wanted_of(loaded.topology, path, whereabouts(None, Where(file=path)))
+    return wanted_of(loaded.topology, path, with_former(loaded.topology, path))
 
 
 def wanted_of(t: topology.Topology, path: Path, known: state.KnownDeployment) -> Wanted:
@@ -186,7 +186,7 @@ def _planned(
     records: Sequence[ServiceRecord],
     before: state.KnownDeployment | None,
 ) -> Plan:
-    name, ask = wanted.topology.name, {"models": wanted.places}
+    name, ask = wanted.topology.name, {"models": wanted.places, "busy": True}
     probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
     said = latest_said(fleet.answers.values(), name)
     if before is not None and said is not None and said.at != before.at:

@@ -87,16 +87,18 @@ def _matches(patterns: str, name: str) -> bool:
         return hmac.compare_digest(patterns, _hash(name, patterns.split("|")[2]))
     found = False
     for pattern in patterns.lower().split(","):
-        if re.fullmatch(_regex(pattern.removeprefix("!")), name):
+        if _fits(pattern.removeprefix("!"), name):
             if pattern.startswith("!"):
                 return False
             found = True
     return found
 
 
-def _regex(pattern: str) -> str:
+def _fits(pattern: str, name: str) -> bool:
     """`*` and `?` are the only wildcards: brackets belong to [host]:port."""
-    return re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    if pattern == name or not {"*", "?"} & set(pattern):
+        return pattern == name
+    return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."), name))
 
 
 def _hash(name: str, salt: str = "") -> str:

@@ -42,9 +42,8 @@ def port(base: str, number: int, bind: str) -> dict[str, Any]:
 
 def claim(base: str, request: dict[str, Any]) -> dict[str, Any]:
     """Claim `ports` until our end. `refused`: those that somebody listens on or has claimed."""
-    in_use = {number for _, number in listeners()}
     wanted = [int(number) for number in request["ports"]]
-    return {"refused": [n for n in wanted if n in in_use or not _claim(n)]}
+    return {"refused": [n for n in wanted if not (_claim(n) and port(base, n, "")["free"])]}
 
 
 def handles(numbers: Iterable[int]) -> list[int]:
@@ -66,8 +65,12 @@ def _claim(number: int) -> bool:
     return True
 
 
-def claims() -> set[int]:
-    """Ports that somebody on this network has claimed, we too."""
+def busy() -> list[int]:
+    """Ports on which somebody listens, or which somebody has claimed, we too."""
+    return sorted({number for _, number in listeners()} | _claims())
+
+
+def _claims() -> set[int]:
     with open("/proc/net/unix") as f:
         names = (line.rpartition(f" @{_CLAIM}")[2].strip() for line in f if f" @{_CLAIM}" in line)
         return {int(name) for name in names if name.isdigit()}

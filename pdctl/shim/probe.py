@@ -15,12 +15,13 @@ SHM = "/dev/shm"
 def probe(base: str, request: dict[str, Any]) -> dict[str, Any]:
     """Answers for the wanted `ports` ([port, address]), `paths`, `pythons` (interpreters) and the
     state directory. `models`: places where a model may be, of which the first that is there counts.
+    `busy`: whether to look which ports others have, in tables that may be long.
     """
     place = model(request.get("models", []))
     paths = [*request.get("paths", []), *filter(None, [place])]
     return {
         "ports": [ports.port(base, int(number), bind) for number, bind in request.get("ports", [])],
-        "busy": sorted({number for _, number in ports.listeners()} | ports.claims()),
+        "busy": ports.busy() if request.get("busy") else [],
         "shm": shm_room(),
         "missing": [p for p in paths if not os.path.exists(p)],
         "unreadable": [p for p in paths if os.path.exists(p) and not os.access(p, os.R_OK)],

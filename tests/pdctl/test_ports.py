@@ -39,7 +39,7 @@ def refused(session: Session, *ports: int) -> list[int]:
 
 
 def busy(host: LocalHost) -> list[int]:
-    found: list[int] = shim_call(host, "probe", {})["busy"]
+    found: list[int] = shim_call(host, "probe", {"busy": True})["busy"]
     return found
 
 
