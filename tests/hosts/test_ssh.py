@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,42 @@ def test_two_jumps_to_a_host_only_they_reach(cluster: Cluster) -> None:
     cluster.machines["inner"].stop_sshd()
     failed = ask(cluster, "deep").out
     assert "jump host inner: connect: the jump host" in failed and "HostUnreachable" in failed
+
+
+@pytest.mark.parametrize("shell", ["tcsh", "fish"])
+def test_any_login_shell(cluster: Cluster, shell: str) -> None:
+    path = shutil.which(shell)
+    if path is None:
+        pytest.skip(f"{shell} is not installed")
+    (machine,) = cluster.add("gpu-a")
+    others = Path("/etc/passwd").read_text().partition("\n")[2]
+    accounts = machine.disk / "passwd"
+    accounts.write_text(f"root:x:0:0::{machine.home}:{path}\n{others}")
+    machine.sh(f"mount --bind {accounts} /etc/passwd")
+    for name in (".tcshrc", ".config/fish/config.fish"):
+        (machine.home / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.home / name).write_text("echo 'Welcome! to $this {host}'\n")
+    topology = str(cluster.topology())
+    up = cluster.pdctl("up", topology)  # brings the shim
+    assert up.rc == 0, up.err
+    run = ("exec", "--host", "gpu-a", "--", "printf", "%s|")
+    assert cluster.pdctl(*run, "a'b", "$HOME!", "*").out == "a'b|$HOME!|*|"
+    assert cluster.pdctl("up", topology).rc == 0, "the shim is there already"
+    assert cluster.pdctl("down", "demo").rc == 0
+    assert machine.clean(), machine.leftovers()
+
+
+def test_a_quiet_connection_shows_that_it_lives(cluster: Cluster) -> None:
+    (machine,) = cluster.add("gpu-a", sshd={"LogLevel": "DEBUG1"})
+    cluster.write_ssh_config(gpu_a="  ServerAliveInterval 1")
+    assert cluster.pdctl("up", str(cluster.topology())).rc == 0
+    follow = cluster.start_pdctl("logs", "-f", "router")
+    log = machine.disk / "sshd.log"
+    before = log.read_text().count("keepalive@")
+    eventually(lambda: log.read_text().count("keepalive@") >= before + 2, 30)
+    follow.send_signal(signal.SIGINT)
+    follow.communicate(timeout=30)
+    assert cluster.pdctl("down", "demo").rc == 0
 
 
 def test_a_proxy_command_a_port_a_user_and_ipv6(cluster: Cluster) -> None:
