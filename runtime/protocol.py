@@ -1,12 +1,11 @@
 """Every message between processes of a deployment, in one file; those between the ranks of one
-instance are in engine/rank_protocol.py.
+instance are in engine/rank_protocol.py, those of registration in router_protocol.py.
 
 Two kinds of connection carry them, both as frames of `runtime.link` (4-byte little-endian length,
 msgpack):
   front <-> engine core   one inherited socket pair per instance; Command one way, Event the other
   decode -> prefill       one TCP connection per pair for control, dialled by decode; PeerRequest,
   PeerReply
-The HTTP registration of instances at the router carries Registration and RegistrationReply as JSON.
 
 Times in messages are durations in seconds, taken on the sender's clock. Clocks of two hosts are
 never subtracted.
@@ -454,46 +453,3 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 PeerReply = Welcome | Refused | FirstToken | KvProgress | KvReady | PrefillFailed | Released | Pong
-
-# ---- instance <-> router (JSON over HTTP, POST /internal/register) -------------------------------
-
-
-class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent at start, every heartbeat, and (with `leaving`) when draining. Authorization: Bearer
-    <token>."""
-
-    version: int
-    name: str
-    role: Literal["prefill", "decode", "mixed"]
-    url: str
-    incarnation: str
-    ready: bool
-    leaving: bool = False
-    draining: bool = False
-    """What the router answered last: one that was restarted learns from it who is drained."""
-    peer: PeerAddress | None = None
-    """Prefill: where decode instances connect. The router passes it on to them."""
-    model: str
-    fingerprint: dict[str, str | int]
-    max_model_len: int
-    running: int = 0
-    waiting: int = 0
-    peers: dict[str, str | None] = {}
-    """Decode: path to each linked prefill peer, None where down. The router pairs only what is
-    linked."""
-
-
-class RegistrationReply(msgspec.Struct, frozen=True, kw_only=True):
-    heartbeat_s: float
-    """Send the next one after this long."""
-    draining: bool = False
-    """This instance gets no new request; those under way go on."""
-    peers: dict[str, PeerAddress] = {}
-    """Decode: the prefill instances there are, by name."""
-
-
-class Drain(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /internal/drain, from pdctl. Holds for this process: a restarted one is not drained."""
-
-    name: str
-    draining: bool

@@ -43,7 +43,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
 
 # What each part of the runtime may import of the runtime, itself aside.
 _BASE = {"config", "errors", "link", "protocol"}
-_HTTP = _BASE | {"answers", "reasons"}
+_HTTP = _BASE | {"answers", "reasons", "router_protocol"}
 RUNTIME_MAY: dict[str, set[str]] = {
     "__main__": _BASE | {"front", "router", "engine.process", "engine.follower", "native"},
     "answers": {"errors", "protocol"},
@@ -58,9 +58,13 @@ RUNTIME_MAY: dict[str, set[str]] = {
     "protocol": set(),
     "reasons": set(),
     "router": _HTTP,
+    "router_protocol": {"protocol"},
     "transfer": _BASE | {"kv", "engine.contract", "_native", "native"},
 }
-WITHOUT_TORCH = ("router", "front", "answers", "reasons", "link", "protocol", "config", "errors")
+WITHOUT_TORCH = (
+    *("router", "router_protocol", "front", "answers", "reasons", "link", "protocol", "config"),
+    "errors",
+)
 
 
 def sources(folder: str) -> list[Path]:

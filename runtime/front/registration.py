@@ -19,10 +19,9 @@ from runtime.protocol import (
     PROTOCOL_VERSION,
     CoreReady,
     PeerAddress,
-    Registration,
-    RegistrationReply,
 )
 from runtime.reasons import reason
+from runtime.router_protocol import Registration, RegistrationReply
 
 log = logging.getLogger(__name__)
 

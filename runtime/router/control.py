@@ -16,12 +16,12 @@ from yarl import URL
 
 from runtime.answers import error_object, error_response, json_response
 from runtime.errors import RequestError, RuntimeFailure
-from runtime.protocol import Drain, Registration, RegistrationReply
 from runtime.router.admit import KeyRing, check_key
 from runtime.router.instances import Instance
 from runtime.router.metrics import RouterMetrics
 from runtime.router.probe import Prober
 from runtime.router.registry import RegistrationRefused, Registry, check_version
+from runtime.router_protocol import Drain, Registration, RegistrationReply
 
 log = logging.getLogger(__name__)
 

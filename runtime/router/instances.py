@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from runtime.protocol import Registration
+from runtime.router_protocol import Registration
 
 State = Literal["ready", "starting", "unreachable", "mismatch", "draining", "leaving", "dead"]
 

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 
 from runtime.errors import RuntimeFailure
-from runtime.protocol import PROTOCOL_VERSION, PeerAddress, Registration
+from runtime.protocol import PROTOCOL_VERSION, PeerAddress
 from runtime.router.instances import Eligible, Instance, State, Target
+from runtime.router_protocol import Registration
 
 BACKOFF_BASE_S = 0.5
 BACKOFF_MAX_S = 8.0

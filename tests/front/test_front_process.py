@@ -27,7 +27,8 @@ from free_ports import free_port
 from runtime.config import Address, ModelConfig, WorkerConfig
 from runtime.errors import ConfigError
 from runtime.front.server import serve_worker
-from runtime.protocol import PeerAddress, Registration, RegistrationReply
+from runtime.protocol import PeerAddress
+from runtime.router_protocol import Registration, RegistrationReply
 
 HERE = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.protocol import PROTOCOL_VERSION, Registration
+from runtime.protocol import PROTOCOL_VERSION
 from runtime.router.instances import Instance, Lease, Target
 from runtime.router.policy import (
     MIXED_MARGIN,
@@ -20,6 +20,7 @@ from runtime.router.policy import (
     RoundRobin,
     make_policy,
 )
+from runtime.router_protocol import Registration
 
 
 def instance(name: str) -> Instance:

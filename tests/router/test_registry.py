@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.protocol import PROTOCOL_VERSION, PeerAddress, Registration
+from runtime.protocol import PROTOCOL_VERSION, PeerAddress
 from runtime.router.instances import Instance, Lease
 from runtime.router.policy import Avoid, LeastLoaded, Policy, RoundRobin, pick
 from runtime.router.registry import (
@@ -20,6 +20,7 @@ from runtime.router.registry import (
     RegistrationRefused,
     Registry,
 )
+from runtime.router_protocol import Registration
 
 TIMEOUT_S = 6.0
 
