@@ -17,6 +17,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 Leg = Literal["router", "prefill", "decode", "transfer"]
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt that can never fit, or not with its answer."""
 
 
 class RuntimeFailure(Exception):

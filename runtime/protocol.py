@@ -214,6 +214,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     leg: Literal["router", "prefill", "decode", "transfer"] | None = None
     instance: str = ""
     retry_after_s: float | None = None
+    code: str | None = None
+    """Of a status 400: OpenAI's code, where there is a better one than `invalid_value`."""
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -440,6 +442,8 @@ class PrefillFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     fenced: bool = True
     """False: what was put may still be under way. The session ends behind this message, and its
     fence frees the blocks."""
+    code: str | None = None
+    """As in `Failed`."""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):

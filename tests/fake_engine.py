@@ -221,7 +221,7 @@ class FakeEngine:
         self._taken += 1
         assert request.id not in self._requests
         if FORBIDDEN_TOKEN in request.prompt:
-            self._emit(EngineFailed(request.id, "a forbidden token", 400))
+            self._emit(EngineFailed(request.id, "a forbidden token", 400, "forbidden"))
             return
         self._requests[request.id] = _Request(request)
         self._count()

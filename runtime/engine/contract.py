@@ -95,6 +95,8 @@ class EngineFailed:
     id: RequestId
     message: str
     status: int
+    code: str | None = None
+    """As in `protocol.Failed`."""
 
 
 EngineEvent = Produced | Computed | Adopted | SwapOut | EngineFailed

@@ -83,7 +83,7 @@ class MixedRole(Role):
             return
         if isinstance(event, EngineFailed):
             self._forget(event.id)
-            self._failed(request, event.message, event.status)
+            self._failed(request, event.message, event.status, event.code)
         elif isinstance(event, Produced):
             is_first = request.first is None
             if is_first:
@@ -113,7 +113,7 @@ class MixedRole(Role):
             self._engine.drop(request_id)
             self._failed(request, f"not done within {request.message.deadline_s:g} s", 504)
 
-    def _failed(self, request: _Local, message: str, status: int) -> None:
+    def _failed(self, request: _Local, message: str, status: int, code: str | None = None) -> None:
         _log.warning("%s: failed (%d): %s", request.message.id, status, message)
         self._counters["requests_failed"] += 1
         self._send(
@@ -124,6 +124,7 @@ class MixedRole(Role):
                 leg="decode",
                 instance=self._name,
                 retry_after_s=1.0 if status == 503 else None,
+                code=code,
             )
         )
 

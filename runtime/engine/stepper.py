@@ -29,7 +29,7 @@ from runtime.engine.finish import finish_reason
 from runtime.engine.sampler import is_plain, sample
 from runtime.engine.scheduler import Limits, Plan, Scheduler
 from runtime.engine.sequence import Sequence, Work
-from runtime.errors import RankError
+from runtime.errors import TOO_LONG, RankError, RequestError
 from runtime.kv.cache import BlockCache, Claim
 from runtime.kv.layout import KvLayout
 from runtime.kv.prefix import block_hashes
@@ -100,8 +100,8 @@ class Stepper:
         if self._scheduler.get(request.id) is not None:
             log.error("request %s: a second request with this id is ignored", request.id)
             return
-        if problem := self._impossible(request):
-            self._events.append(EngineFailed(request.id, problem, 400))
+        if why := self._impossible(request):
+            self._events.append(EngineFailed(request.id, str(why), why.status, why.code))
         elif self._scheduler.queue_full:
             self._events.append(EngineFailed(request.id, "the queue of the engine is full", 503))
         else:
@@ -307,23 +307,26 @@ class Stepper:
         context = self._bounds.context
         return context if request.mode == "prefill" else min(context, self._bounds.capacity)
 
-    def _impossible(self, request: EngineRequest) -> str:
-        """Why this request can never be served; empty when it can."""
+    def _impossible(self, request: EngineRequest) -> RequestError | None:
+        """Why this request can never be served."""
         count, limit = len(request.prompt), self._limit(request)
         if count == 0:
-            return "the prompt is empty"
+            return RequestError("the prompt is empty")
         if request.params.max_tokens < 1:
-            return f"max_tokens is {request.params.max_tokens}, and must be at least 1"
+            most = request.params.max_tokens
+            return RequestError(f"max_tokens is {most}, and must be at least 1")
         if count >= self._bounds.context:
-            return (
+            return RequestError(
                 f"the prompt has {count} tokens, but the context holds {self._bounds.context} "
-                "and at least one is for the output"
+                "and at least one is for the output",
+                code=TOO_LONG,
             )
         if count > self._bounds.capacity or count >= limit:
-            return (
+            return RequestError(
                 f"the prompt has {count} tokens, but the KV cache of this instance holds "
-                f"{self._bounds.capacity}"
+                f"{self._bounds.capacity}",
+                code=TOO_LONG,
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._bounds.vocab:
-            return f"the prompt has token ids outside 0..{self._bounds.vocab - 1}"
-        return ""
+            return RequestError(f"the prompt has token ids outside 0..{self._bounds.vocab - 1}")
+        return None

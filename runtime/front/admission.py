@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from runtime.errors import RequestError
+from runtime.errors import TOO_LONG, RequestError
 from runtime.front.auth import Caller
 from runtime.front.detokenizer import Detokenizer
 from runtime.front.instance import Instance
@@ -145,7 +145,7 @@ def _token_limit(body: GenerationBody, prompt: tuple[int, ...], ready: CoreReady
             f"the prompt has {size} tokens; the context of this model is {limit} tokens, "
             "answer included",
             param=param,
-            code="context_length_exceeded",
+            code=TOO_LONG,
         )
     wanted = body.wanted_tokens
     if wanted is not None and size + wanted > limit:
@@ -153,7 +153,7 @@ def _token_limit(body: GenerationBody, prompt: tuple[int, ...], ready: CoreReady
             f"the prompt has {size} tokens and the answer may have {wanted}; "
             f"the context of this model is {limit} tokens",
             param="max_tokens",
-            code="context_length_exceeded",
+            code=TOO_LONG,
         )
     return wanted or min(body.default_tokens or limit, limit - size)
 

@@ -27,7 +27,7 @@ _CODES = {
 def failure_of(failed: Failed, *, own_leg: Leg) -> RuntimeFailure:
     """A core's Failed as an exception of the tree."""
     if failed.status in (400, 404):
-        return RequestError(failed.message, status=failed.status)
+        return RequestError(failed.message, status=failed.status, code=failed.code)
     if failed.status == 503:
         return CapacityError(failed.message, retry_after_s=failed.retry_after_s or 1.0)
     return LegError(

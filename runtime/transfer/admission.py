@@ -8,7 +8,7 @@ import msgspec
 
 from runtime.config import WorkerConfig
 from runtime.engine.contract import EngineControl
-from runtime.errors import CapacityError, LegError, RequestError
+from runtime.errors import TOO_LONG, CapacityError, LegError, RequestError
 from runtime.protocol import Failed, Generate
 
 
@@ -33,7 +33,8 @@ class Admission:
             raise RequestError(
                 f"a prompt of {tokens} tokens needs {blocks} blocks of the CPU buffer,"
                 f" which has {self._buffer_blocks} ({self._buffer_blocks * size} tokens; a larger"
-                " cpu_buffer holds more)"
+                " cpu_buffer holds more)",
+                code=TOO_LONG,
             )
         # One more token than the prompt, or decoding could not even begin.
         needed = self._layout.blocks_for(tokens + 1)
@@ -41,7 +42,8 @@ class Admission:
             raise RequestError(
                 f"a prompt of {tokens} tokens needs {needed} blocks of KV cache,"
                 f" there are {self._pool_blocks} ({self._pool_blocks * size} tokens; a larger"
-                " kv_cache holds more)"
+                " kv_cache holds more)",
+                code=TOO_LONG,
             )
         if waiting >= self._max_queued:
             raise CapacityError(f"{waiting} requests already wait for the CPU buffer")
@@ -59,4 +61,4 @@ def refusal(
         return msgspec.structs.replace(
             failed, status=error.status, leg=error.leg, instance=error.instance
         )
-    return msgspec.structs.replace(failed, status=error.status)
+    return msgspec.structs.replace(failed, status=error.status, code=error.code)

@@ -251,7 +251,7 @@ class DecodeHandoff:
         if isinstance(message, PrefillFailed):
             retry = 1.0 if message.status == 503 else None
             text = f"{peer}: {message.message}"
-            self._fail(request, text, message.status, message.leg, retry)
+            self._fail(request, text, message.status, message.leg, retry, message.code)
         elif isinstance(message, Released) or request.first is None:
             self._fail(request, f"{peer} gave the request back unasked", 502, "prefill")
         elif message.nbytes != (expected := request.missing_blocks * self._layout.block_bytes):
@@ -328,7 +328,7 @@ class DecodeHandoff:
         elif isinstance(event, EngineFailed):
             request.submitted = False
             retry = 1.0 if event.status == 503 else None
-            self._fail(request, event.message, event.status, "decode", retry)
+            self._fail(request, event.message, event.status, "decode", retry, event.code)
 
     # ---- the ways out ---------------------------------------------------------------------------
 
@@ -343,6 +343,7 @@ class DecodeHandoff:
         status: int,
         leg: Leg = "transfer",
         retry_after_s: float | None = None,
+        code: str | None = None,
     ) -> None:
         self.accounts.hand_over_failed(request, leg)
         self._close(request, cancel_peer=True)
@@ -354,6 +355,7 @@ class DecodeHandoff:
                 leg=leg,
                 instance=self._config.name if leg == "decode" else request.session.peer,
                 retry_after_s=retry_after_s,
+                code=code,
             )
         )
 

@@ -194,7 +194,7 @@ class PrefillHandoff:
             return
         if isinstance(event, EngineFailed):
             outgoing.in_engine = False
-            self._fail(outgoing, event.message, event.status)
+            self._fail(outgoing, event.message, event.status, event.code)
         elif outgoing.stopped:
             return
         elif isinstance(event, Produced):
@@ -299,11 +299,13 @@ class PrefillHandoff:
         text = f"not done within {outgoing.message.deadline_s:g} s"
         self._fail(outgoing, text, 504)
 
-    def _fail(self, outgoing: Outgoing, text: str, status: int) -> None:
+    def _fail(self, outgoing: Outgoing, text: str, status: int, code: str | None = None) -> None:
         leg: Literal["prefill", "transfer"] = "transfer" if outgoing.computed_at else "prefill"
         _log.warning("%s: failed (%d, %s): %s", outgoing.engine_id, status, leg, text)
-        nonce = outgoing.message.nonce
-        self._stop(outgoing, PrefillFailed(nonce=nonce, message=text, status=status, leg=leg))
+        failed = PrefillFailed(
+            nonce=outgoing.message.nonce, message=text, status=status, leg=leg, code=code
+        )
+        self._stop(outgoing, failed)
 
     def _stop(self, outgoing: Outgoing, answer: Answer | None) -> None:
         """End the request with this answer (None: the session is gone), once no put runs. First

@@ -15,6 +15,7 @@ from runtime.engine.contract import (
     Mode,
     Produced,
 )
+from runtime.errors import TOO_LONG
 from runtime.protocol import OutputToken, RequestId, SamplingParams
 from tests.engine.fake_runner import VOCAB, next_token
 from tests.engine.stepper_bench import CONTEXT, Bench, oracle
@@ -227,6 +228,7 @@ def test_impossible_requests_fail_at_once(
     (failed,) = bench.of("x")
     assert isinstance(failed, EngineFailed) and failed.status == 400
     assert re.search(message, failed.message)
+    assert failed.code == (TOO_LONG if "tokens, but" in message else None)
     assert bench.idle()
 
 

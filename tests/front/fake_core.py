@@ -164,6 +164,7 @@ class FakeCore:
                 leg=script.get("leg", "prefill"),
                 instance="prefill-0",
                 retry_after_s=script.get("retry_after_s"),
+                code=script.get("code"),
             )
         )
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from runtime.errors import TOO_LONG
 from runtime.protocol import HEADER_FAILED_LEG
 
 
@@ -166,6 +167,13 @@ def test_a_failure_before_the_first_token_is_a_status(
     else:
         assert headers[HEADER_FAILED_LEG] == "transfer"
         assert (error["leg"], error["instance"]) == ("transfer", "prefill-0")
+
+
+@pytest.mark.parametrize("code", [TOO_LONG, None])
+def test_what_the_core_refuses_has_its_code(client: openai.OpenAI, code: str | None) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        chat(client, script(fail_at=0, status=400, code=code))
+    assert failure.value.code == (code or "invalid_value")
 
 
 def test_a_failure_mid_stream_is_an_event_and_no_clean_end(front: Any) -> None:

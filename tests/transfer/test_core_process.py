@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cores import Core, Cores, running_cores
-from fake_engine import expected
+from fake_engine import FORBIDDEN_TOKEN, expected
 from free_ports import free_port
 from rdma_lab import BUFFERED, devices_for
 
@@ -297,6 +297,9 @@ def test_mixed_and_prefill_answer_their_own_front(tmp_path: Path) -> None:
         assert served is not None and (served.path, served.kv_bytes) == ("local", 0)
         assert served.prefill == served.decode == "m"
         await mixed.idle()
+
+        impossible = await mixed.ask((1, FORBIDDEN_TOKEN, 2))
+        assert isinstance(impossible.last, Failed) and impossible.last.code == "forbidden"
 
         refused = await prefill.ask(PROMPT)
         assert isinstance(refused.last, Failed) and refused.last.status == 400

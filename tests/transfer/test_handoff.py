@@ -13,6 +13,7 @@ from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, prompt, start
 from handoff_lab import drive as run
 from rdma_lab import BUFFERED
 
+from runtime.errors import TOO_LONG
 from runtime.protocol import Abort, Failed, RequestId, Tokens
 from runtime.transfer.decode_request import DecodeRequest
 from runtime.transfer.prefill_request import Outgoing
@@ -272,6 +273,7 @@ def test_a_prompt_larger_than_the_buffer_is_refused_with_both_numbers(kind: str)
         failed = refusal(both, both.decode.ask(prompt(17 * BLOCK_SIZE)))
         assert failed.status == 400
         assert "17 blocks" in failed.message and "16" in failed.message
+        assert failed.code == TOO_LONG
 
     run(kind, scenario, buffer_blocks=16)
 
@@ -280,6 +282,7 @@ def test_a_prompt_larger_than_the_device_pool_is_refused_before_prefill(kind: st
     async def scenario(both: Pair) -> None:
         failed = refusal(both, both.decode.ask(prompt(8 * BLOCK_SIZE)))
         assert failed.status == 400 and "9 blocks" in failed.message and "8" in failed.message
+        assert failed.code == TOO_LONG
 
     run(kind, scenario, kv_cache_bytes=8 * BLOCK_BYTES)
 
@@ -287,7 +290,7 @@ def test_a_prompt_larger_than_the_device_pool_is_refused_before_prefill(kind: st
 def test_an_unknown_peer_is_the_clients_fault(kind: str) -> None:
     async def scenario(both: Pair) -> None:
         failed = refusal(both, both.decode.ask(prompt(4), prefill="prefill-9"))
-        assert failed.status == 400 and "prefill-9" in failed.message
+        assert failed.status == 400 and "prefill-9" in failed.message and failed.code is None
 
     run(kind, scenario)
 
@@ -314,7 +317,7 @@ def test_what_prefill_refuses_is_passed_on(kind: str) -> None:
         last = await both.decode.answer(id_)
         assert isinstance(last, Failed)
         assert (last.status, last.leg, last.instance) == (400, "prefill", "prefill-0")
-        assert "forbidden" in last.message
+        assert "forbidden" in last.message and last.code == "forbidden"
 
     run(kind, scenario)
 
