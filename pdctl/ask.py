@@ -19,6 +19,7 @@ from pdctl.errors import PdctlError
 
 CONNECT_TIMEOUT_S = 5.0
 API_KEY_ENV = "PDCTL_API_KEY"
+_STATUS_HINT = "`pdctl status` shows what is down or drained"
 
 
 @dataclass(slots=True)
@@ -77,13 +78,15 @@ def ask(
     except BrokenPipeError:
         raise  # of `on_text`: nobody reads the answer any more
     except (OSError, http.client.HTTPException) as e:
-        raise PdctlError(f"{endpoint}: the answer broke off: {e or type(e).__name__}") from e
+        raise PdctlError(
+            f"{endpoint}: the answer broke off: {e or type(e).__name__}", hint=_STATUS_HINT
+        ) from e
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise PdctlError(f"{endpoint}: what it sends is not a stream of chat chunks") from e
     finally:
         connection.close()
     if answer.finish is None:
-        raise PdctlError(f"{endpoint}: the answer ended without a finish reason")
+        raise PdctlError(f"{endpoint}: the answer ended without a finish reason", hint=_STATUS_HINT)
     answer.total_s = time.perf_counter() - start
     return answer
 
@@ -97,7 +100,10 @@ def first_model(endpoint: str) -> str:
         payload = response.read()
         if response.status != 200:
             raise _refused(endpoint, response.status, payload)
-        return str(json.loads(payload)["data"][0]["id"])
+        served = json.loads(payload)["data"]
+        if served == []:
+            raise PdctlError(f"{endpoint}: it serves no model now", hint=_STATUS_HINT)
+        return str(served[0]["id"])
     except (OSError, http.client.HTTPException) as e:
         raise PdctlError(f"{endpoint}: {e}", hint="is it running? see `pdctl status`") from e
     except (ValueError, LookupError, TypeError) as e:
@@ -189,7 +195,8 @@ def _apply(
     event: dict[str, Any], answer: Answer, start: float, on_text: Callable[[str], None]
 ) -> None:
     if "error" in event:
-        raise PdctlError(f"the answer failed in mid-stream: {event['error'].get('message')}")
+        said = event["error"].get("message")
+        raise PdctlError(f"the answer failed in mid-stream: {said}", hint=_STATUS_HINT)
     if usage := event.get("usage"):
         answer.completion_tokens = usage["completion_tokens"]
     if served := event.get("pdctl"):
@@ -211,6 +218,8 @@ def _key() -> dict[str, str]:
 
 def _refused(endpoint: str, status: int, payload: bytes) -> PdctlError:
     hint = f"put a key into ${API_KEY_ENV}" if status == 401 else ""
+    if status in (502, 503, 504):
+        hint = _STATUS_HINT
     try:
         text = f"HTTP {status}: {json.loads(payload)['error']['message']}"
     except (ValueError, LookupError, TypeError):

@@ -144,25 +144,32 @@ def ask(
     from pdctl.ask import ask as ask_endpoint
     from pdctl.ask import describe, first_model
 
+    shown = ""
+
     def show(piece: str) -> None:
+        nonlocal shown
         if not as_json:
             typer.echo(piece, nl=False)
             sys.stdout.flush()
+            shown = piece
 
     with errors_as(as_json):
-        url = endpoint or ops.status(name).endpoint
-        answer = ask_endpoint(
-            url,
-            question,
-            model=model or first_model(url),
-            max_tokens=max_tokens,
-            timeout_s=timeout,
-            on_text=show,
-        )
+        try:
+            url = endpoint or ops.status(name).endpoint
+            answer = ask_endpoint(
+                url,
+                question,
+                model=model or first_model(url),
+                max_tokens=max_tokens,
+                timeout_s=timeout,
+                on_text=show,
+            )
+        finally:  # what is said next, perhaps why the answer broke off, has its own line
+            if shown and not shown.endswith("\n"):
+                typer.echo()
     if as_json:
         print_json({"schema": "pdctl.ask/1", **asdict(answer)})
         return
-    typer.echo()
     for line in describe(answer):
         typer.echo(line, err=True)
 

@@ -165,11 +165,11 @@ async def request(
         await _read(session, target.endpoint + prompt.path, payload, stream)
     except TimeoutError:
         elapsed = time.perf_counter() - started
-        stream.failure = Failure("timeout", f"not finished after {elapsed:.1f} s")
+        _fail(stream, "timeout", f"not finished after {elapsed:.1f} s")
     except aiohttp.ClientConnectorError as e:
-        stream.failure = Failure("connection", _reason(e))
+        _fail(stream, "connection", _reason(e))
     except (aiohttp.ClientError, OSError) as e:
-        stream.failure = Failure("stream cut" if stream.arrivals else "connection", _reason(e))
+        _fail(stream, "stream cut" if stream.arrivals else "connection", _reason(e))
     ended = time.perf_counter()
     return Outcome(
         index=index,
@@ -240,6 +240,7 @@ def _carries(choice: Mapping[str, Any]) -> bool:
 
 
 def _fail(stream: _Stream, kind: str, message: str) -> None:
+    """The first failure is the cause: a server that reports one cuts the connection after it."""
     stream.failure = stream.failure or Failure(kind, message)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
 import pytest
 
+from pdctl import cli
 from pdctl.ask import API_KEY_ENV, Answer, ask, first_model
 from pdctl.errors import PdctlError
 
@@ -18,17 +21,19 @@ PIECE = b'data: {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop
 class Endpoint(BaseHTTPRequestHandler):
     key: ClassVar[str] = ""
     stream: ClassVar[bytes] = b""
+    models: ClassVar[bytes] = b'{"data": [{"id": "toy"}]}'
+    status: ClassVar[int] = 200
 
     def do_GET(self) -> None:
-        self._answer(b'{"data": [{"id": "toy"}]}')
+        self._answer(200, self.models)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(self.stream)
+        self._answer(self.status, self.stream)
 
-    def _answer(self, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes) -> None:
         known = not self.key or self.headers.get("Authorization") == f"Bearer {self.key}"
-        self.send_response(200 if known else 401)
+        self.send_response(status if known else 401)
         self.end_headers()
         self.wfile.write(body if known else b'{"error": {"message": "a key is needed"}}')
 
@@ -78,3 +83,41 @@ def test_what_is_no_chat_stream_is_said(
     monkeypatch.setattr(Endpoint, "stream", stream)
     with pytest.raises(PdctlError, match="not a stream of chat chunks"):
         question(url)
+
+
+BROKEN = b'data: {"error": {"message": "decode-0 died"}}\n\n'
+
+
+@pytest.mark.parametrize("text", ["hi", "hi\\n"])
+def test_why_it_broke_off_has_its_own_line(
+    url: str, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(Endpoint, "stream", PIECE.replace(b"hi", text.encode()) + BROKEN)
+    monkeypatch.setattr("sys.argv", ["pdctl", "ask", "?", "--endpoint", url])
+    screen = io.StringIO()  # both streams, as a terminal has them
+    with redirect_stdout(screen), redirect_stderr(screen), pytest.raises(SystemExit):
+        cli.main()
+    assert screen.getvalue().startswith(
+        "hi\nerror: the answer failed in mid-stream: decode-0 died\n"
+    )
+    assert "pdctl status" in screen.getvalue()
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_what_cannot_be_served_now_says_where_to_look(
+    url: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(Endpoint, "status", status)
+    monkeypatch.setattr(Endpoint, "stream", b'{"error": {"message": "no healthy pair"}}')
+    with pytest.raises(PdctlError, match=f"HTTP {status}: no healthy pair") as failure:
+        question(url)
+    assert "pdctl status" in failure.value.hint
+
+
+def test_an_endpoint_without_a_model_is_no_broken_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Endpoint, "models", b'{"data": []}')
+    with pytest.raises(PdctlError, match="serves no model now") as failure:
+        first_model(url)
+    assert "pdctl status" in failure.value.hint

@@ -160,6 +160,7 @@ BROKEN = {"error": {"message": "decode-0 died", "type": "leg"}}
         ([text("a"), sse(BROKEN)], "stream error", "decode-0 died"),
         ([text("a"), sse("bye", event="error"), DONE], "stream error", "bye"),
         ([text("a"), text("b", "stop"), sse(BROKEN), DONE], "stream error", "decode-0 died"),
+        ([text("a"), sse(BROKEN), Pause(0.05), Cut()], "stream error", "decode-0 died"),
         ([text("a"), Pause(0.05), Cut()], "stream cut", ""),
         ([text("a"), text("b")], "stream cut", "without a finish reason"),
         ([text("a"), DONE], "stream cut", "without a finish reason"),
