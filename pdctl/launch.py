@@ -65,6 +65,8 @@ class Launch:
     """What of the kept services has to be ready in the end; None: all."""
     started: list[str] = field(default_factory=list)
     """What this run started, or may have."""
+    changed: bool = False
+    """It started or stopped something, or may have."""
     _undoable: list[str] = field(default_factory=list)
     _running: dict[str, ServiceSpec] = field(default_factory=dict)
     """What runs now, as it was started."""
@@ -182,6 +184,7 @@ class Launch:
     def _stop(self, steps: Sequence[Step], router_s: float, others_s: float) -> None:
         """In waves; each service has so long for requests, and END_S more."""
         by_id = {id(step.service): step for step in steps}
+        self.changed = True
         for wave in stop_order(step.service for step in steps):
             names: dict[str, list[str]] = {}
             for service in wave:
@@ -218,6 +221,7 @@ class Launch:
 
     def _start(self, step: Step, token: str) -> None:
         service = step.service
+        self.changed = True
         self.started.append(service.name)  # first: an interrupted call may have started it
         self._undoable.append(service.name)
         session = self.fleet.session(service.host)

@@ -17,7 +17,7 @@ from pdctl import command, models, preflight, state, topology, wheels
 from pdctl.agent import Session, shim_call
 from pdctl.batches import batches, remarks
 from pdctl.collect import collect_failure
-from pdctl.errors import PdctlError
+from pdctl.errors import PdctlError, ServiceFailed
 from pdctl.events import Event, Report
 from pdctl.find import Found, Where, latest_said, located, with_former
 from pdctl.fleet import Fleet, on_all, raise_failures
@@ -128,7 +128,8 @@ def bring_up(
             leave(fleet, known, needed)
         except PdctlError as e:
             show_log(e, report)
-            _save_evidence(fleet, wanted.path, e, report)
+            if launch.changed or isinstance(e, ServiceFailed):  # else it was only refused
+                _save_evidence(fleet, wanted.path, e, report)
             raise
         finally:
             if not succeeded and options.keep_on_failure:

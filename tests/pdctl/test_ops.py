@@ -46,6 +46,7 @@ def assert_nothing_left(home: Home, ports: list[int]) -> None:
     assert home.processes() == []
     assert home.segments() == []
     assert not home.dir("demo", "x").parent.exists()
+    assert list(Path.cwd().iterdir()) == [], "no evidence of nothing"
     for port in ports:
         socket.create_server(("127.0.0.1", port)).close()
 

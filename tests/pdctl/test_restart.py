@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from changing import DECODE, PREFILL, Demo, Told, pids, routed, states, up
@@ -152,6 +153,7 @@ def test_to_wait_for_what_is_drained_alone_is_refused_at_once(home: Home, demo: 
             wait()
         assert "pdctl drain decode-0 --undo" in caught.value.hint
         assert len(home.processes()) == 6, "nothing of what ran is undone"
+        assert list(Path.cwd().iterdir()) == [], "nothing happened that one could look into"
     drain("decode-0", undo=True)
     assert up(demo()).ready
 
