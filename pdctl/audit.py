@@ -16,6 +16,7 @@ class AuditEntry:
     at: float
     """Unix time on the host."""
     host: str
+    deployment: str
     user: str
     machine: str
     """Where their pdctl ran."""
@@ -30,8 +31,10 @@ class AuditEntry:
 
 
 def audit(name: str | None, lines: int, where: Where = ANYWHERE) -> tuple[AuditEntry, ...]:
-    """The last changes on each host, oldest first. They are kept after `down`."""
-    with located(name, where) as found:
+    """The last changes on each host, oldest first. They are kept after `down`: without a name, of
+    the last deployment when there is none now.
+    """
+    with located(name, where, gone=True) as found:
         payload = {"deployment": found.name, "lines": lines}
         answers = on_all(
             found.reachable(), lambda h: (h.name, shim_call(h, "audit", payload)["audit"])
@@ -49,6 +52,7 @@ def _entry(host: str, line: dict[str, Any]) -> AuditEntry:
     return AuditEntry(
         at=float(line.get("at") or 0.0),
         host=host,
+        deployment=str(line.get("deployment", "")),
         user=str(by.get("user", "")),
         machine=str(by.get("host", "")),
         pid=int(by.get("pid") or 0),

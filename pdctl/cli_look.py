@@ -143,7 +143,8 @@ def audit(
 ) -> None:
     """Show who changed what, and when; also of what is down.
 
-    Times are those of the hosts' clocks.
+    Without NAME, of the only deployment, or when there is none, of the last one. Times are those of
+    the hosts' clocks.
     """
     from pdctl import ops
     from pdctl.audit import to_json
@@ -155,6 +156,8 @@ def audit(
     if as_json:
         print_json(to_json(entries))
     else:
+        if name is None and entries:
+            typer.echo(f"{entries[-1].deployment}:", err=True)
         typer.echo(audit_text(entries, Screen.of(sys.stdout)))
 
 

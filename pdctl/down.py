@@ -6,21 +6,28 @@ after anything was killed. Idempotent.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdctl import state
+from pdctl.agent import shim_call
+from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Found, Where, located, whereabouts
-from pdctl.fleet import Fleet, Names
+from pdctl.find import ANYWHERE, Found, Where, deployments, located, whereabouts
+from pdctl.fleet import Fleet, Names, on_all
 from pdctl.hold import locked
+from pdctl.hosts import Host
 from pdctl.preflight import describe_port
-from pdctl.records import ServiceRecord
+from pdctl.records import ServiceRecord, parse_services
 
 LOCK_WAIT_S = 3.0
 END_S = 5.0
+LAST_LOOK_S = 5.0
+"""An interrupted `down` waits so long for a host's word on what still runs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +126,15 @@ def _down(
     services: list[StoppedService] = []
     notes: list[str] = []
     hosts_ok = 0
-    with locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=(), found=found) as fleet:
+    heard = bool(known.at) or state.recall_gone(known.name) is not None
+    with (
+        locked(known, purpose=purpose, wait_s=LOCK_WAIT_S, needed=(), found=found) as fleet,
+        _saying_how_far(fleet, purpose, report) as ran,
+    ):
         more = True
         while more:
             records = fleet.records
+            ran |= {r.name for r in records if r.alive}
             names = waves(records)
             stopped, others = _stop(fleet, records, names, grace_s, report)
             services += stopped
@@ -130,17 +142,57 @@ def _down(
             if not any(s.problems for s in stopped):
                 fleet.purge(names[-1])
             hosts_ok += len(fleet.sessions)
+            heard = heard or bool(stopped) or _heard_of(fleet)
             for host in fleet.late:
                 report(Event("note", f"{host} does not answer yet; waiting for it"))
             report(Event("phase", "waiting for the other hosts"))
             if more := fleet.go_on():
                 fleet.observe()
         lost = {host: str(e) for host, e in fleet.lost.items()}
+        if not heard and not lost:
+            notes.append(_unheard(known.name))
         seconds = time.monotonic() - begun
         result = DownResult(known.name, tuple(services), tuple(notes), lost, hosts_ok, seconds)
         if result.ok and names[-1] is None:
             state.forget(known.name)
     return result
+
+
+def _heard_of(fleet: Fleet) -> bool:
+    """Whether something of this name ever ran there: its audit outlives it."""
+    ask = {"lines": 1}
+    return any(answer["audit"] for _, answer in fleet.on_sessions(lambda s: s.call("audit", ask)))
+
+
+def _unheard(name: str) -> str:
+    """For a typo. No failure: a script may take down what it could not even start."""
+    close = difflib.get_close_matches(name, deployments(), n=1)
+    guess = f"; did you mean {close[0]}?" if close else ""
+    return f"no deployment {name} has ever run here{guess}"
+
+
+@contextlib.contextmanager
+def _saying_how_far(fleet: Fleet, purpose: str, report: Report) -> Iterator[set[str]]:
+    """An interrupt asks once more what still runs. Yields names, to be filled: what ran."""
+    ran: set[str] = set()
+
+    def left(host: Host) -> list[str]:
+        ask = {"deployment": fleet.deployment, "scan": False}
+        answer = shim_call(host, "status", ask, timeout=LAST_LOOK_S)
+        return [r.name for r in parse_services(host.name, answer["services"]) if r.alive]
+
+    try:
+        yield ran
+    except KeyboardInterrupt:
+        still = set(ran)
+        with contextlib.suppress(PdctlError, KeyboardInterrupt):  # then nothing better is known
+            hosts = [session.host for session in fleet.sessions]
+            still = {name for names in on_all(hosts, left, changes=False) for name in names}
+        stopped = ", ".join(sorted(ran - still)) or "nothing"
+        running = ", ".join(sorted(ran & still)) or "nothing"
+        report(Event("note", f"stopped: {stopped}; still running, or about to end: {running}"))
+        report(Event("note", f"`pdctl {purpose} {fleet.deployment}` again does the rest"))
+        raise
 
 
 def _grace_s(known: state.KnownDeployment, timeout_s: float | None) -> float:

@@ -86,9 +86,12 @@ class Found:
 
 
 @contextlib.contextmanager
-def located(name: str | None, where: Where = ANYWHERE) -> Iterator[Found]:
-    """Look at all hosts of a deployment. Raises PdctlError when no host answers."""
-    found = Found(_start(name, where), frozenset(where.hosts))
+def located(name: str | None, where: Where = ANYWHERE, *, gone: bool = False) -> Iterator[Found]:
+    """Look at all hosts of a deployment. Raises PdctlError when no host answers.
+
+    `gone`: also of one that is down, where it was; without a name, the last one.
+    """
+    found = Found(_start(name, where, gone=gone), frozenset(where.hosts))
     more: Mapping[str, str | None] = found.known.hosts or {"local": None}
     lost: dict[str, PdctlError] = {}
     with contextlib.ExitStack() as stack:
@@ -121,16 +124,27 @@ def deployments() -> tuple[str, ...]:
     return tuple(sorted(here | {k.name for k in known if k and any(k.hosts.values())}))
 
 
-def resolve_name(name: str | None) -> str:
-    """The given name, or that of the only deployment. Raises UsageError naming those there are."""
+def resolve_name(name: str | None, *, gone: bool = False) -> str:
+    """The given name, or that of the only deployment. Raises UsageError naming those there are.
+
+    `gone`: where there is none, the last one that there was.
+    """
     if name is not None:
         return name
     found = deployments()
     if len(found) == 1:
         return found[0]
+    if not found and gone and (last := state.last_gone() or _last_audited()):
+        return last
     if not found:
         raise UsageError("there is no deployment here", hint="start one: `pdctl up TOPOLOGY`")
     raise UsageError(f"there are {len(found)} deployments: {', '.join(found)}", hint=WHICH)
+
+
+def _last_audited() -> str | None:
+    """The deployment that was changed last on this machine, perhaps from another one."""
+    names: list[str] = shim_call(LocalHost(), "audited", {})["names"]
+    return names[0] if names else None
 
 
 def known_of(t: topology.Topology, path: Path) -> KnownDeployment:
@@ -164,7 +178,7 @@ def this_machine() -> str:
 # ---- how it is done ------------------------------------------------------------------------------
 
 
-def _start(name: str | None, where: Where) -> KnownDeployment:
+def _start(name: str | None, where: Where, *, gone: bool = False) -> KnownDeployment:
     """What is known before any host was asked. The name is empty when only they can tell."""
     if name is not None and not NAME.match(name):
         raise UsageError(f"{name!r} is not the name of a deployment")
@@ -176,8 +190,9 @@ def _start(name: str | None, where: Where) -> KnownDeployment:
         return replace(known, hosts=given) if given else known
     if given:
         return KnownDeployment(name or "", "", given)
-    name = resolve_name(name)
-    return state.recall(name) or KnownDeployment(name, "")
+    name = resolve_name(name, gone=gone)
+    was = state.recall_gone(name) if gone else None
+    return state.recall(name) or was or KnownDeployment(name, "")
 
 
 def _ask(found: Found, addresses: Mapping[str, str | None], hosts: Mapping[str, Host]) -> None:

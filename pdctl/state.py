@@ -1,7 +1,8 @@
 """What `up` remembers of a deployment as a whole, and the cache of that on this machine.
 
 Only a cache: every host of the deployment has the same record, and local ones are found without
-it. A missing or broken entry is no error.
+it. A missing or broken entry is no error. Of what is down, the last word is kept in a folder
+beside: where it was, for whoever asks for its audit.
 """
 
 from __future__ import annotations
@@ -70,8 +71,17 @@ def remember(known: KnownDeployment) -> str:
 
 
 def recall(name: str) -> KnownDeployment | None:
+    return _read(state_dir() / f"{name}.json")
+
+
+def recall_gone(name: str) -> KnownDeployment | None:
+    """What was known of a deployment that this machine took down."""
+    return _read(_gone_dir() / f"{name}.json")
+
+
+def _read(path: Path) -> KnownDeployment | None:
     try:
-        entry = json.loads((state_dir() / f"{name}.json").read_text())
+        entry = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(entry, dict) or entry.get("schema") != SCHEMA:
@@ -87,5 +97,24 @@ def names() -> tuple[str, ...]:
 
 
 def forget(name: str) -> None:
+    """It is down."""
+    path = state_dir() / f"{name}.json"
+    with contextlib.suppress(OSError):  # mostly: it is not there any more
+        _gone_dir().mkdir(mode=0o700, exist_ok=True)
+        os.utime(path)  # for `last_gone`
+        path.replace(_gone_dir() / path.name)
     with contextlib.suppress(OSError):
-        (state_dir() / f"{name}.json").unlink()
+        path.unlink()
+
+
+def last_gone() -> str | None:
+    """The name of the deployment that was taken down last."""
+    try:
+        entries = [(p.stat().st_mtime, p.stem) for p in _gone_dir().glob("*.json")]
+    except OSError:
+        return None
+    return max(entries, default=(0.0, None))[1]
+
+
+def _gone_dir() -> Path:
+    return state_dir() / "gone"

@@ -81,5 +81,15 @@ def entries(base: str, request: dict[str, Any]) -> dict[str, Any]:
     return {"audit": found[-int(request["lines"]) :]}
 
 
+def names(base: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Deployments that were changed here, the last one first."""
+    last: dict[str, float] = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(os.path.join(base, ".audit")) as files:
+        for file in files:
+            name = file.name.removesuffix(".1").removesuffix(".log")
+            last[name] = max(last.get(name, 0.0), file.stat().st_mtime)
+    return {"names": sorted(last, key=lambda name: last[name], reverse=True)}
+
+
 def _path(base: str, deployment: str) -> str:
     return os.path.join(base, ".audit", checked(deployment) + ".log")

@@ -33,6 +33,7 @@ READING = {
     "copy": "measure.copy",
     "tail": "logs.tails",
     "audit": "audit.entries",
+    "audited": "audit.names",
     "collect": "collect.collect",
 }
 CHANGING = {

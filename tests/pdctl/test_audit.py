@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
 from free_ports import free_port
 from supervision import Home, Lab, Site
 
-from pdctl import __version__, ops
+from pdctl import __version__, ops, state
 from pdctl.errors import HostCommandError
 from pdctl.find import Where
 from pdctl.shim import audit as kept
@@ -61,6 +62,11 @@ def test_who_and_which_command_and_no_secret(
     token = (home.base / "demo" / "router" / "token").read_text().strip()
     ops.down("demo", 2.0, ops.silent)
     found = ops.audit("demo", 100, HERE)
+    assert ops.audit(None, 100) == found, "the last one there was"
+    shutil.rmtree(state.state_dir())
+    assert ops.audit(None, 100) == found, "also where another machine took it down"
+    assert ops.down("demo", 2.0, ops.silent).notes == (), "it is known to be gone"
+    assert ops.down("dmeo", 2.0, ops.silent).notes == ("no deployment dmeo has ever run here",)
     assert {(e.command, e.do) for e in found} == {
         ("up", "start"),
         ("down", "stop"),

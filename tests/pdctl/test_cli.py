@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from pdctl import __version__, cli
+from pdctl import __version__, cli, state
 from pdctl.cli_change import approver
 from pdctl.errors import PdctlError, UsageError
 from pdctl.plan import Plan, Step
@@ -159,9 +159,17 @@ def test_without_any_deployment_it_says_so(
     assert err == "error: there is no deployment here\nhint: start one: `pdctl up TOPOLOGY`\n"
 
 
-def test_down_of_what_is_not_there_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run_main(capsys, "down", "demo")
-    assert (code, out, err) == (0, "demo is not running\n", "")
+def test_down_of_what_is_not_there_is_no_failure_but_may_be_a_typo(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state.remember(state.KnownDeployment("demo", ""))
+    state.forget("demo")
+    for _ in range(2):
+        code, out, err = run_main(capsys, "down", "demo")
+        assert (code, out, err) == (0, "demo is not running\n", "")
+    code, out, err = run_main(capsys, "down", "dmeo")
+    assert (code, out) == (0, "dmeo is not running\n")
+    assert err == "warning: no deployment dmeo has ever run here\n"
 
 
 def test_a_state_directory_that_cannot_be_written(

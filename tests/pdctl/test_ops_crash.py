@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from supervision import Home, Site, eventually
+from supervision import Home, Site, eventually, gone
 
 from pdctl import ops
 from pdctl.errors import StateError
@@ -63,6 +63,23 @@ def test_interrupted_again_it_says_what_ends_the_rest(home: Home, site: Site) ->
     out, _ = process.communicate(timeout=30)
     assert "interrupted before that was done; `pdctl down demo` ends what is left" in out
     assert ops.down("demo", 2.0, ops.silent).ok
+    assert home.processes() == []
+
+
+def test_an_interrupted_down_says_what_still_runs(home: Home, site: Site) -> None:
+    stubborn = DECODE | {"env": {"STUB_IGNORE_TERM": "1"}}
+    ops.up(site.topology(decode=[stubborn]), ops.UpOptions(), ops.silent)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdctl", "down", "demo"], stderr=subprocess.PIPE, text=True
+    )
+    prefill = home.record("demo", "prefill-0")["service"]["pid"]
+    eventually(lambda: gone(prefill), 20)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    told = "stopped: prefill-0, router; still running, or about to end: decode-0\n"
+    assert told in err and "`pdctl down demo` again does the rest\n" in err
+    assert ops.down("demo", 0.5, ops.silent).ok
     assert home.processes() == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,17 @@ def test_remembered_recalled_forgotten(folder: Path) -> None:
     assert oct((folder / "demo.json").stat().st_mode & 0o777) == "0o600"
     state.forget("demo")
     state.forget("demo")
-    assert state.recall("demo") is None
+    assert state.recall("demo") is None and state.names() == ()
+    assert state.recall_gone("demo") == KNOWN and state.last_gone() == "demo"
+
+
+def test_the_last_one_that_went(folder: Path) -> None:
+    assert state.last_gone() is None
+    for number, name in enumerate(("a", "c", "b")):
+        state.remember(replace(KNOWN, name=name))
+        state.forget(name)
+        os.utime(folder / "gone" / f"{name}.json", (number, number))
+    assert state.last_gone() == "b"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 9}', '{"schema": 1, "odd": 2}'])
