@@ -14,7 +14,8 @@ from pdctl.errors import UsageError
 from pdctl.events import Event, Report
 from pdctl.find import ANYWHERE, Where, known_of, located
 from pdctl.scaling import from_record, scaled
-from pdctl.up import UpOptions, UpResult, bring_up, wanted_of
+from pdctl.up import UpOptions, UpResult, bring_up
+from pdctl.wanted import wanted_of
 
 
 def scale(

@@ -28,6 +28,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
         "fleet sending",
         "find",
         "hold",
+        "wanted",
         "audit draining execute launch locks logs",
         "status",
         "output documents",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from supervision import eventually
 
 TOKEN = b"deployment-token"  # as conftest gives it
 
@@ -51,10 +52,10 @@ def test_a_loading_instance_is_alive_but_not_ready(starting: Any) -> None:
 
 def test_a_decode_instance_waits_for_a_tested_path(start_front: Any) -> None:
     front = start_front(wait=False, core_options=["--unlinked"])
-    while "load the model" in request(front, "GET", "/ready")[1]["waiting_for"]:
-        pass
+    wanted = "path to a prefill peer (prefill-0)"
+    eventually(lambda: wanted in request(front, "GET", "/ready")[1]["waiting_for"])
     status, answer = request(front, "GET", "/ready")
-    assert status == 503 and "path to a prefill peer (prefill-0)" in answer["waiting_for"]
+    assert status == 503
     assert answer["peers"] == {"prefill-0": {"path": None, "reason": "connection refused"}}
 
 

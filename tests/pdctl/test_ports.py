@@ -13,7 +13,7 @@ import pytest
 from free_ports import free_port
 from supervision import Home, Lab, Site, eventually
 
-import pdctl.up
+import pdctl.wanted
 from pdctl import ops
 from pdctl.agent import Session, shim_call
 from pdctl.hosts import LocalHost
@@ -86,7 +86,7 @@ def test_a_port_that_goes_to_another_after_the_plan(
 ) -> None:
     plans: list[Plan] = []
     gone_to_another: list[int] = []
-    make = pdctl.up._plan
+    make = pdctl.wanted._plan
 
     def overtaken(*args: Any) -> Plan:
         plans.append(make(*args))
@@ -95,7 +95,7 @@ def test_a_port_that_goes_to_another_after_the_plan(
             assert refused(stranger, *gone_to_another) == []
         return plans[-1]
 
-    monkeypatch.setattr(pdctl.up, "_plan", overtaken)
+    monkeypatch.setattr(pdctl.wanted, "_plan", overtaken)
     # The site names the ports of one or two itself.
     path = site.topology(decode=[{"host": "local", "kv_cache": "1MiB", "replicas": 3}])
     options = ops.UpOptions(detach=True)

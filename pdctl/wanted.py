@@ -1,0 +1,209 @@
+"""What a topology wants of its hosts: the plan, with ports that are ours, and what is in its way.
+
+Reads and asks; claims ports, which are free again when we end. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pdctl import command, models, preflight, state, topology, wheels
+from pdctl.agent import Session, shim_call
+from pdctl.batches import remarks
+from pdctl.errors import PdctlError
+from pdctl.events import Event, Report
+from pdctl.find import Found, latest_said, with_former
+from pdctl.fleet import Fleet, on_all
+from pdctl.hosts import Host
+from pdctl.plan import Plan, allocate_ports, make_plan
+from pdctl.records import ServiceRecord
+from pdctl.scaling import count_of
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    topology: topology.Topology
+    path: Path
+    model: models.ResolvedModel | None
+    """On this machine; None when no instance is to run here."""
+    places: tuple[str, ...]
+    """Where other hosts may have it."""
+    known: state.KnownDeployment
+    """With its hosts, and those an earlier `up` used: what is left there is removed."""
+
+
+def read(path: Path, report: Report) -> Wanted:
+    loaded = topology.load(path)
+    for warning in loaded.warnings:
+        report(Event("note", warning))
+    return wanted_of(loaded.topology, path, with_former(loaded.topology, path))
+
+
+def wanted_of(t: topology.Topology, path: Path, known: state.KnownDeployment) -> Wanted:
+    """Raises ModelNotFound when an instance is to run here and the model is not."""
+    folder = path.resolve().parent
+    here = any(t.hosts[i.host].local for i in t.instances())
+    model = models.resolve(t.model, folder) if here else None
+    places = models.host_places(t.model, folder)
+    return Wanted(t, path, model, places, known)
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def unclaimed(wanted: Wanted, found: Found) -> Plan:
+    """The plan for hosts that nobody holds. Its new ports may be another's before it is done."""
+    ask = _first_question(wanted)
+    probes = dict(on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", ask))))
+    plan = _plan(wanted, found.hosts, found.records, probes, _busy(probes))
+    return _with_scale(plan, wanted, latest_said(found.answers.values(), plan.deployment))
+
+
+def planned(
+    wanted: Wanted,
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    before: state.KnownDeployment | None,
+) -> Plan:
+    """The plan for locked hosts, its ports claimed. `before`: what it was made from, if that
+    matters; raises PdctlError when another has changed it since.
+    """
+    name, ask = wanted.topology.name, _first_question(wanted)
+    probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
+    said = latest_said(fleet.answers.values(), name)
+    if before is not None and said is not None and said.at != before.at:
+        raise PdctlError(
+            f"{name} was changed meanwhile from {said.machine.partition(':')[0]}",
+            hint="look with `pdctl status`, and try again",
+        )
+    return _with_scale(_claimed(wanted, fleet, records, probes), wanted, said)
+
+
+def _first_question(wanted: Wanted) -> dict[str, Any]:
+    return {"models": wanted.places, "busy": True}
+
+
+def _claimed(
+    wanted: Wanted,
+    fleet: Fleet,
+    records: Sequence[ServiceRecord],
+    probes: Mapping[str, Mapping[str, Any]],
+) -> Plan:
+    """A plan whose new ports are ours until we end: no other deployment is given them meanwhile.
+
+    A port that the file asks for stays in it whoever has it; the checks name who listens there.
+    """
+    busy = _busy(probes)
+    while True:
+        plan = _plan(wanted, fleet.hosts, records, probes, busy)
+        refused = _claim(fleet, plan)
+        if all(ports <= busy[name] for name, ports in refused.items()):
+            return plan
+        for name, ports in refused.items():
+            busy[name] |= ports
+
+
+def _claim(fleet: Fleet, plan: Plan) -> dict[str, set[int]]:
+    """Claim the ports that are new in the plan. Host's name -> those that somebody else has."""
+    new: dict[str, set[int]] = {}
+    for step in plan.of("start", "replace"):
+        had = step.now.ports if step.now is not None and step.running else {}
+        ports = set(step.service.ports.values()) - set(had.values())
+        new.setdefault(fleet.hosts[step.service.host].name, set()).update(ports)
+
+    def claim(session: Session) -> dict[str, Any]:
+        return session.call("claim", {"ports": sorted(new[session.host.name])})
+
+    concerned = [s for s in fleet.sessions if s.host.name in new]
+    return {name: set(answer["refused"]) for name, answer in fleet.on_some(concerned, claim)}
+
+
+def _busy(probes: Mapping[str, Mapping[str, Any]]) -> dict[str, set[int]]:
+    """Host's name -> ports."""
+    return {name: set(probe["busy"]) for name, probe in probes.items()}
+
+
+def _with_scale(plan: Plan, wanted: Wanted, said: state.KnownDeployment | None) -> Plan:
+    """Says what becomes of the numbers that `pdctl scale` had set."""
+    now = {role: count_of(wanted.topology, role) for role in topology.ROLES}
+    lost = [
+        f"`pdctl scale` had set {role}={count}; now it is {now[role]}"
+        for role, count in (said.replicas if said else {}).items()
+        if role in now and now[role] != count
+    ]
+    return replace(plan, notes=(*lost, *plan.notes))
+
+
+def _plan(
+    wanted: Wanted,
+    hosts: Mapping[str, Host],
+    records: Sequence[ServiceRecord],
+    probes: Mapping[str, Mapping[str, Any]],
+    taken: Mapping[str, Collection[int]],
+) -> Plan:
+    """`probes` and `taken` ports by the hosts' names."""
+    t = wanted.topology
+    facts = {
+        key: _facts(wanted, key, hosts[key], probes[hosts[key].name]) for key in t.used_hosts()
+    }
+    observed = [r.observed() for r in records]
+    busy = {k: taken[h.name] for k, h in hosts.items() if h.name in taken}
+    services = command.services(t, allocate_ports(t, observed, busy), facts)
+    plan = make_plan(t.name, services, observed)
+    return replace(plan, notes=remarks(plan))
+
+
+def _facts(wanted: Wanted, key: str, host: Host, probe: Mapping[str, Any]) -> command.HostFacts:
+    entry, name = wanted.topology.hosts[key], models.served_name(wanted.topology.model)
+    return command.HostFacts(
+        python=preflight.runtime_python(entry, host.base, probe),
+        home=host.base,
+        model_path=_model_path(wanted, host, probe) or wanted.places[0],
+        model_name=wanted.model.served_name if wanted.model else name,
+    )
+
+
+def _model_path(wanted: Wanted, host: Host, probe: Mapping[str, Any]) -> str:
+    """Where the host has the model; empty when it has not."""
+    here = str(wanted.model.path) if wanted.model is not None else ""
+    return here if host.is_local else str(probe["model"])
+
+
+# ---- what is in its way --------------------------------------------------------------------------
+
+
+def check_hosts(
+    wanted: Wanted, fleet: Fleet, plan: Plan, records: Sequence[ServiceRecord]
+) -> list[str]:
+    """Returns what is only odd. Raises PdctlError with all that keeps the plan from being done."""
+    starting = [s.service for s in plan.of("start", "replace")]
+    ending = {s.service.name for s in plan.of("replace", "remove")}
+    # Per machine: several keys may share its ports and memory.
+    keys = {h.name: {k for k, o in fleet.hosts.items() if o is h} for h in fleet.hosts.values()}
+
+    def probed(session: Session) -> dict[str, Any]:
+        host = session.host
+        here = [s for s in starting if s.host in keys[host.name]]
+        computes = any(s.role != "router" for s in here)
+        request = preflight.probe_request(here, wanted.places if computes else ())
+        if host.is_local and computes and wanted.model is not None:
+            request["paths"] = [str(wanted.model.path)]
+        return session.call("probe", request)
+
+    problems: list[str] = []
+    versions: dict[str, Mapping[str, Any]] = {}
+    for (name, facts), session in zip(fleet.on_sessions(probed), fleet.sessions, strict=True):
+        here = [s for s in starting if s.host in keys[name]]
+        computes = any(s.role != "router" for s in here)
+        if computes and not _model_path(wanted, session.host, facts):
+            fix = f"run `pdctl sync {wanted.path} --model`"
+            problems.append(f"{name}: model {wanted.topology.model} is not there: {fix}")
+        leaving = [r for r in records if r.host in keys[name] and r.name in ending]
+        problems += preflight.check_versions(name, facts, here, wheels.runtime_code())
+        problems += preflight.check_host(name, facts, here, leaving)
+        versions.update((name, v) for v in facts["versions"].values())
+    preflight.raise_problems(problems)
+    return preflight.differing_versions(versions)
