@@ -90,13 +90,14 @@ class _Core:
         self._role: Role | None = None
         self._engine: Engine | None = None
         self._link: Link[Command] | None = None
+        self._front = os.getppid()
         self._stop = asyncio.Event()
         self._measuring: set[asyncio.Task[None]] = set()
 
     async def run(self, front: socket.socket) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._on_signal, number)
         reader, writer = await asyncio.open_connection(sock=front)
         self._link = Link(reader, writer, Command)
         mailbox = Mailbox(loop)
@@ -176,6 +177,16 @@ class _Core:
         )
         self._role.serve()
 
+    def _on_signal(self, number: signal.Signals) -> None:
+        died = "" if os.getppid() == self._front else ": the front has died"
+        self._end(f"{number.name}{died}")
+
+    def _end(self, why: str) -> None:
+        """Said before all that follows from it is."""
+        if not self._stop.is_set():
+            _log.info("this instance stops: %s", why)
+        self._stop.set()
+
     def _on_engine(self, event: EngineEvent) -> None:
         if self._role:
             self._role.on_engine(event)
@@ -194,7 +205,7 @@ class _Core:
                     if isinstance(command, Generate):
                         self._fail(command, "internal error", 500)
         except LinkClosed as e:
-            _log.info("the front is gone: %s", e)
+            self._end(f"the front is gone: {e}")
         finally:
             self._stop.set()
 
@@ -230,8 +241,8 @@ class _Core:
         assert self._link is not None
         try:
             self._link.send(event)
-        except LinkClosed:
-            self._stop.set()
+        except LinkClosed as e:
+            self._end(f"the front is gone: {e}")
 
     async def _measure(self, ask: Measure) -> None:
         if self._role is None:

@@ -175,6 +175,7 @@ class DecodeRole(Role):
         self._sessions.set(peers)
 
     async def close(self) -> None:
+        self._handoff.stop()
         await self._sessions.close()
         self._handoff.close()
         await self._lanes.close(_LANE_CLOSE_S)

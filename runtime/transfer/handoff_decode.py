@@ -399,6 +399,11 @@ class DecodeHandoff:
             request.submitted = False
             self._engine.drop(request.engine_id)
 
+    def stop(self) -> None:
+        """The process will end: its requests fail for that, not for the loss of peers it leaves."""
+        for request in list(self._requests.values()):
+            self._fail(request, f"{self._config.name} stops", 502, "decode")
+
     def close(self) -> None:
         """The process ends: no timer fires and no event is sent after this."""
         for request in list(self._requests.values()):

@@ -89,6 +89,8 @@ class PeerClient:
         self._loop = asyncio.get_running_loop()
         self.wanted = True
         """Somebody names this peer. When nobody does, the session still ends by itself."""
+        self.why_left = "this instance stops"
+        """Of a session that ends because `run` is cancelled."""
 
     @property
     def address(self) -> Address:
@@ -204,7 +206,7 @@ class PeerClient:
             session.why_lost = session.why_lost or str(e)
         finally:
             # Before anything is awaited: requests fail in the turn in which the loss was seen.
-            session.why_lost = session.why_lost or "this instance stops"
+            session.why_lost = session.why_lost or self.why_left
             self._handoff.session_down(session, session.why_lost)
             fail_answers(session, session.why_lost)
             await asyncio.sleep(0)  # an answer that came just before is still looked at

@@ -61,7 +61,8 @@ class PeerSessions:
         for name, dialled in list(self._dialled.items()):
             dialled.client.wanted = name in wanted
             if name in wanted and dialled.client.address != wanted[name]:
-                # It registered anew from elsewhere, so the old one is gone.
+                # The old one is gone.
+                dialled.client.why_left = f"it registered anew, from {wanted[name]}"
                 self._drop(name)
         for name, address in wanted.items():
             if name not in self._dialled:

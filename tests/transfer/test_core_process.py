@@ -221,6 +221,31 @@ def test_the_core_ends_with_its_front_and_leaves_nothing(tmp_path: Path, how: st
     run(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("how", ["link", "SIGTERM"])
+def test_requests_under_way_fail_for_what_ends_the_core(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    async def scenario(cores: Cores) -> None:
+        both = Deployment(cores, transfer="tcp")
+        await both.start(FAKE_STEP_S="5")
+        await both.linked()
+        id_ = both.decode.send(PROMPT)
+        await both.decode.ledger(lambda ledger: ledger.reservations > 0)
+        if how == "link":
+            await both.decode.close()
+        else:
+            both.decode.process.send_signal(signal.SIGTERM)
+            failed = (await both.decode.wait(id_)).last
+            assert isinstance(failed, Failed)
+            assert (failed.leg, failed.message) == ("decode", "decode-0 stops")
+
+    run(tmp_path, scenario)
+    said = capfd.readouterr().err
+    why = "the front is gone: " if how == "link" else "SIGTERM\n"
+    assert f"this instance stops: {why}" in said
+    assert "was lost" not in said
+
+
 async def failed_start(cores: Cores, config: Path) -> str:
     """The one line on stderr of a core that could not start."""
     core = await cores.start(config, fake=True, ready=False)
