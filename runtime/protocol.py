@@ -278,6 +278,14 @@ class GpuPool(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
+class RdmaMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where it starts, and the key to write there."""
+
+    address: int
+    nbytes: int
+    key: int
+
+
 class RdmaEnd(msgspec.Struct, frozen=True, kw_only=True):
     """One end of a reliable connection, as the other end must know it to connect."""
 
@@ -294,6 +302,8 @@ class RdmaEnd(msgspec.Struct, frozen=True, kw_only=True):
     address: int
     """Decode's: where its buffer starts, and the key to write there."""
     key: int
+    pool: RdmaMemory | None = None
+    """Decode's device pool on a GPU, where it can be written."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -1,13 +1,17 @@
 """Stands in for CUDA where there is no GPU: "device memory" is shared memory, and bytes move only
-when the batch is waited for, so that whatever looks too early sees old bytes. The real one is
-tests/gpu/check.py's.
+when the batch is waited for, so that whatever looks too early sees old bytes. So does what the
+model has enqueued. The real one is tests/gpu/check.py's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import secrets
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +20,7 @@ from runtime._native import PinnedShm, create_pinned_shm, free_pinned_shm, open_
 from runtime.errors import TransferError
 from runtime.kv.copies import Runs
 from runtime.kv.region import Region
+from runtime.transfer import gpu_memory
 
 ALLOCATION = 4096
 """What one gets begins so far into an allocation, as torch gives out parts of larger ones."""
@@ -30,11 +35,17 @@ class StandIn:
         self._fail_at = fail_at
         self._kernels = kernels
         self._mapped: dict[int, PinnedShm] = {}
+        self.enqueued: list[Callable[[], object]] = []
+        """What the model has enqueued and the GPU has not done."""
+        self.exported: Callable[[int, int], int] = _no_export
         self.moved = 0
         self.launched = 0
+        self.seen = 0
+        """How often it was made to see what other devices have written."""
 
     def begin(self) -> None:
         assert not getattr(self._mine, "enqueued", None), "the batch before was not waited for"
+        self.await_model()
         self._mine.enqueued = []
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -78,6 +89,35 @@ class StandIn:
 
     def unmap(self, address: int) -> None:
         free_pinned_shm(self._mapped.pop(address), unlink=False)
+
+    def await_model(self) -> None:
+        while self.enqueued:
+            self.enqueued.pop(0)()
+
+    def export(self, address: int, nbytes: int) -> int:
+        return self.exported(address, nbytes)
+
+    def see_remote_writes(self) -> None:
+        self.seen += 1
+
+
+def _no_export(address: int, nbytes: int) -> int:
+    raise TransferError("cuda:0: stand-in failure: no dmabuf")
+
+
+@contextlib.contextmanager
+def peermem() -> Iterator[None]:
+    """As if nvidia-peermem were loaded. What stands in for device memory is registered by its
+    address without it.
+    """
+    before = gpu_memory.MODULES
+    with tempfile.TemporaryDirectory() as folder:
+        gpu_memory.MODULES = Path(folder)
+        (gpu_memory.MODULES / "nvidia_peermem").mkdir()
+        try:
+            yield
+        finally:
+            gpu_memory.MODULES = before
 
 
 _DEVICE: dict[int, PinnedShm] = {}

@@ -17,7 +17,8 @@ from typing import Any
 
 from fake_engine import FakeEngine
 from free_ports import free_port
-from rdma_lab import devices_for
+from gpu_stand_in import peermem
+from rdma_lab import devices_for, on_gpus, path_of
 
 from runtime.config import Address, ModelConfig, PeerConfig, RdmaConfig, WorkerConfig
 from runtime.engine.contract import EngineEvent
@@ -223,38 +224,39 @@ async def pair(
     **decode: Any,
 ) -> AsyncIterator[Pair]:
     """A linked prefill and decode instance, of these tp_sizes; when the block ends, both are idle
-    and leave no segment. `gpu`, and over cuda_ipc: on what stands in for GPUs.
+    and leave no segment. `gpu`, and over cuda_ipc and rdma_gpu: on what stands in for GPUs.
     """
     port = free_port()
     devices = [RdmaConfig(**names) for names in devices_for(kind)]
-    gpu = gpu or kind == "cuda_ipc"
-    p = await start(
-        config(
-            "prefill-0",
-            "prefill",
-            peer=Address("127.0.0.1", port),
-            tp_size=tp_sizes[0],
-            rdma=devices[0],
-        ),
-        gpu=gpu,
-        **(prefill or {}),
-    )
-    d = await start(
-        config(
-            "decode-0",
-            "decode",
-            cpu_buffer_bytes=buffer_blocks * BLOCK_BYTES,
-            prefill_peers=[PeerConfig("prefill-0", Address("127.0.0.1", port))],
-            tp_size=tp_sizes[1],
-            rdma=devices[1],
-            **{"transfer": kind, **decode},
-        ),
-        gpu=gpu,
-    )
+    gpu = gpu or on_gpus(kind)
+    with peermem() if kind == "rdma_gpu" else contextlib.nullcontext():
+        p = await start(
+            config(
+                "prefill-0",
+                "prefill",
+                peer=Address("127.0.0.1", port),
+                tp_size=tp_sizes[0],
+                rdma=devices[0],
+            ),
+            gpu=gpu,
+            **(prefill or {}),
+        )
+        d = await start(
+            config(
+                "decode-0",
+                "decode",
+                cpu_buffer_bytes=buffer_blocks * BLOCK_BYTES,
+                prefill_peers=[PeerConfig("prefill-0", Address("127.0.0.1", port))],
+                tp_size=tp_sizes[1],
+                rdma=devices[1],
+                **{"transfer": path_of(kind), **decode},
+            ),
+            gpu=gpu,
+        )
     made = Pair(p, d, port)
     try:
         await made.linked()
-        assert d.peer_path == kind
+        assert d.peer_path == path_of(kind)
         yield made
         await made.idle()
         made.nothing_kept()

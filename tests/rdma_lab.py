@@ -19,8 +19,10 @@ PREFILL_LINK, DECODE_LINK = "va", "vb"
 PREFILL_ADDRESS, DECODE_ADDRESS = "10.77.1.1", "10.77.1.2"
 BUFFERED = ["shm", "tcp", pytest.param("rdma", marks=pytest.mark.rdma)]
 """Every transport that goes through the CPU buffer when the device pool is on a GPU."""
-KINDS = ["cuda_ipc", *BUFFERED]
-"""Every transport; cuda_ipc with a stand-in for the GPUs."""
+GPU_KINDS = ["cuda_ipc", pytest.param("rdma_gpu", marks=pytest.mark.rdma)]
+"""Those that reach a device pool on a GPU, with a stand-in for the GPUs: rdma, by `peermem`."""
+KINDS = [*GPU_KINDS, *BUFFERED]
+"""Every transport."""
 BINDINGS = [name for name in verbs.BINDINGS if name != "pyverbs" or os.environ.get(PYVERBS, "1")]
 """Debian's pyverbs is made for Debian's Python: the guest's script says where there is none."""
 
@@ -30,9 +32,18 @@ def has_devices() -> bool:
     return all((devices / name).exists() for name in (PREFILL_DEVICE, DECODE_DEVICE))
 
 
+def path_of(kind: str) -> str:
+    """As pdctl calls it."""
+    return kind.removesuffix("_gpu")
+
+
+def on_gpus(kind: str) -> bool:
+    return kind in ("cuda_ipc", "rdma_gpu")
+
+
 def devices_for(kind: str) -> tuple[dict[str, str], dict[str, str]]:
     """`rdma` of a prefill and of a decode instance that stand for two hosts."""
-    if kind != "rdma":
+    if path_of(kind) != "rdma":
         return {}, {}
     return {"device": PREFILL_DEVICE}, {"device": DECODE_DEVICE}
 

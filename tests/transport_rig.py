@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from gpu_stand_in import StandIn, device_memory, free_device_memory
+from gpu_stand_in import StandIn, device_memory, free_device_memory, peermem
 from numpy.typing import NDArray
-from rdma_lab import DECODE_DEVICE, PREFILL_DEVICE
+from rdma_lab import DECODE_DEVICE, PREFILL_DEVICE, on_gpus, path_of
 
 from runtime.config import RdmaConfig
 from runtime.kv.buffer import CpuBuffer
+from runtime.kv.copies import HostCopies, PoolCopies
 from runtime.kv.gpu_swap import GpuCopies
 from runtime.kv.layout import KvLayout, PoolMap
 from runtime.kv.region import Region
@@ -56,7 +57,12 @@ class Rig:
     buffer: CpuBuffer
     pool: NDArray[np.uint8]
     device: NDArray[np.uint8] | None = None
-    """cuda_ipc: decode's device pool, all blocks but the first."""
+    """On GPUs, which are stood in for: decode's device pool, all blocks but the first. Over rdma
+    `pool` is on one, too."""
+    gpu: StandIn = field(default_factory=StandIn)
+    """Prefill's,"""
+    decode_gpu: StandIn = field(default_factory=StandIn)
+    """and decode's."""
     landed: list[int] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -67,15 +73,29 @@ class Rig:
 
     @classmethod
     def make(cls, kind: str, blocks: int, size: int, streams: int = 1) -> Rig:
-        gpu = kind == "cuda_ipc"
+        """`kind`: a path, or rdma_gpu."""
+        gpu = on_gpus(kind)
         buffered = 1 if gpu else blocks
         buffer = CpuBuffer.create(f"pdctl-test-{secrets.token_hex(6)}", buffered * size, size)
         device = device_memory((blocks - 1) * size) if gpu else None
         rng = np.random.default_rng(blocks * size)
         pool = rng.integers(0, 256, blocks * size, dtype=np.uint8)
-        rig = cls(kind, blocks, size, streams, buffer, pool, device)
+        if kind == "rdma_gpu":
+            there = device_memory(pool.nbytes)
+            there[:] = pool
+            pool = there
+        rig = cls(path_of(kind), blocks, size, streams, buffer, pool, device)
         rig.fill(0xEE)
         return rig
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.device is not None
+
+    @property
+    def device_region(self) -> Region:
+        assert self.device is not None
+        return Region(self.device.ctypes.data, self.device.nbytes)
 
     @property
     def source(self) -> Region:
@@ -104,13 +124,14 @@ class Rig:
         if self.kind == "cuda_ipc":
             self.receiver = CudaIpcReceiver(own_identity())
             name, nbytes = self.buffer.name, self.buffer.nbytes
-            self.sender = CudaIpcSender.open(name, nbytes, StandIn(), self._gpu_pool())
+            self.sender = CudaIpcSender.open(name, nbytes, self.gpu, self._gpu_pool())
         elif self.kind == "shm":
             self.receiver = ShmReceiver(own_identity())
             self.sender = ShmSender.open(self.buffer.name, self.buffer.nbytes)
         elif self.kind == "rdma":
             offer = self._rdma_offer()
-            self.adapters.append(open_adapter(PREFILL_DEVICE, self.source))
+            copies = GpuCopies(self.source, self.gpu) if self.on_gpus else HostCopies(self.source)
+            self.adapters.append(open_adapter(PREFILL_DEVICE, copies))
             sender = RdmaSender(self.adapters[-1], offer.end, self.buffer.nbytes)
             self.receiver = RdmaReceiver(offer, sender.end, self._events())
             self.sender = sender
@@ -151,15 +172,19 @@ class Rig:
             self.receiver = self._tcp_receiver([server.accept()[0]])
 
     def _gpu_pool(self) -> GpuPool:
-        assert self.device is not None
-        region = Region(self.device.ctypes.data, self.device.nbytes)
         layout = KvLayout(1, 1, self.size // 8, 1, "float32")
-        offered = offer_pool(GpuCopies(region, StandIn()), PoolMap(layout, self.blocks - 1))
+        offered = offer_pool(
+            GpuCopies(self.device_region, self.decode_gpu), PoolMap(layout, self.blocks - 1)
+        )
         assert offered is not None
         return offered
 
     def _rdma_offer(self) -> RdmaOffer:
-        self.adapters.append(open_adapter(DECODE_DEVICE, self.buffer.region, remote_write=True))
+        buffer = self.buffer.region
+        copies: PoolCopies = HostCopies(buffer)
+        if self.on_gpus:
+            copies = GpuCopies(self.device_region, self.decode_gpu)
+        self.adapters.append(open_adapter(DECODE_DEVICE, copies, buffer))
         return RdmaOffer(self.adapters[-1])
 
     def _tcp_receiver(self, socks: list[socket.socket]) -> TcpReceiver:
@@ -188,11 +213,14 @@ class Rig:
         self.buffer.close()
         if self.device is not None:
             free_device_memory(self.device)
+            if self.kind == "rdma":
+                free_device_memory(self.pool)
 
 
-def open_adapter(device: str, region: Region, *, remote_write: bool = False) -> RdmaAdapter:
+def open_adapter(device: str, copies: PoolCopies, buffer: Region | None = None) -> RdmaAdapter:
     port = choose_port(RdmaConfig(device=device), [])
-    return RdmaAdapter.open(port, region, remote_write=remote_write)
+    with peermem():
+        return RdmaAdapter.open(port, copies, buffer)
 
 
 def _tcp_pairs(count: int) -> tuple[list[socket.socket], list[socket.socket]]:
@@ -224,8 +252,9 @@ def main() -> None:
         print(me.pid, me.start_ticks, me.boot_id, flush=True)
     elif kind == "rdma":
         use_bindings(sys.argv[5:])
-        adapter = open_adapter(PREFILL_DEVICE, Region(pool.ctypes.data, size))
+        adapter = open_adapter(PREFILL_DEVICE, HostCopies(Region(pool.ctypes.data, size)))
         peer = msgspec.msgpack.decode(bytes.fromhex(where), type=RdmaEnd)
+        target = 1 if peer.pool else 0
         rdma = RdmaSender(adapter, peer, number)
         print(msgspec.msgpack.encode(rdma.end).hex(), flush=True)
         sys.stdin.read()  # until the receiver is connected

@@ -75,7 +75,7 @@ class PrefillRole(Role):
             block_bytes=parts.engine.layout.block_bytes,
             token=parts.token,
         )
-        self._rdma = Rdma(config, parts.engine.pool, remote_write=False)
+        self._rdma = Rdma(config, parts.engine.copies)
         gpu = parts.engine.copies.engine
         paths = SenderPaths(config.name, config.transfer, self._rdma, gpu)
         self._server = PeerServer(local, paths, self._handoff, parts.mailbox.post)
@@ -131,7 +131,7 @@ class DecodeRole(Role):
         self.num_buffer_blocks = self._buffer.num_blocks
         self._lanes = SwapLanes.start(parts.mailbox.post)
         self._handoff = DecodeHandoff(config, parts.engine, self._buffer, self._lanes, parts.send)
-        self._rdma = Rdma(config, self._buffer.region, remote_write=True)
+        self._rdma = Rdma(config, parts.engine.copies, self._buffer.region)
         local = LocalDecode(self._hello(), parts.token, ReceiverPaths(self._buffer, self._rdma))
         self._sessions = PeerSessions(
             local, self._handoff, parts.mailbox.post, config.prefill_peers

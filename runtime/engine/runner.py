@@ -93,7 +93,7 @@ class Runner:
         logits = self._decoder.logits(batch.tokens, batch.positions, attend, batch.rows)
         if device.type == "cuda" and not len(logits):
             # A step that samples is over when its tokens are read. So shall this one be: what its
-            # requests then free may be given to another process to write (cuda_ipc).
+            # requests then free may be given to others to write (cuda_ipc, rdma).
             torch.cuda.current_stream(device).synchronize()
         return logits
 

@@ -48,6 +48,19 @@ class CopyEngine(Protocol):
     def unmap(self, address: int) -> None:
         """Nothing of this process writes there any more."""
 
+    def await_model(self) -> None:
+        """Wait until the GPU has done all that the model has enqueued by now."""
+
+    def export(self, address: int, nbytes: int) -> int:
+        """A dmabuf descriptor of GPU memory, for another device to reach: whole pages of the host.
+        The caller closes it.
+        """
+
+    def see_remote_writes(self) -> None:
+        """Kernels launched after this see all that other devices have written into the GPU's memory
+        by now. It fails where CUDA cannot promise that.
+        """
+
 
 class PoolCopies(Protocol):
     """The copies return only when the bytes are in place, and raise TransferError."""

@@ -6,7 +6,6 @@ Nothing here has run on a GPU yet; tests/gpu/check.py does it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 from runtime.errors import ConfigError, TransferError
 from runtime.kv.copies import Runs
+from runtime.kv.cuda_driver import CudaDriver
 from runtime.kv.region import Region
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class CupyEngine:
             ) from e
         self._cupy: Any = cupy
         self._device = device
+        self._driver = CudaDriver(device)
         self._mine = threading.local()
         self._pinned: list[Any] = []
         self._kernel = self._compiled()
@@ -86,14 +87,8 @@ class CupyEngine:
     def share(self, address: int) -> tuple[bytes, int]:
         with self._errors(), self._cupy.cuda.Device(self._device):
             handle = bytes(self._cupy.cuda.runtime.ipcGetMemHandle(address))
-        # A handle is of the whole allocation, and torch gives out parts of larger ones.
-        base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        result = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(
-            ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
-        )
-        if result != 0:
-            raise TransferError(f"cuda:{self._device}: CUDA error {result} for the pool's address")
-        return handle, address - base.value
+            # A handle is of the whole allocation, and torch gives out parts of larger ones.
+            return handle, address - self._driver.allocation_of(address)
 
     def map(self, handle: bytes) -> int:
         runtime = self._cupy.cuda.runtime
@@ -105,6 +100,23 @@ class CupyEngine:
     def unmap(self, address: int) -> None:
         with self._errors(), self._cupy.cuda.Device(self._device):
             self._cupy.cuda.runtime.ipcCloseMemHandle(address)
+
+    def await_model(self) -> None:
+        self.begin()
+        self.finish()
+
+    def export(self, address: int, nbytes: int) -> int:
+        self._use()
+        return self._driver.export(address, nbytes)
+
+    def see_remote_writes(self) -> None:
+        self._use()
+        self._driver.flush_remote_writes()
+
+    def _use(self) -> None:
+        """For calls of the driver: unlike the runtime's, they make no context of this thread."""
+        with self._errors():
+            self._cupy.cuda.Device(self._device).use()
 
     def _seen_by_kernels(self, address: int) -> int | None:
         """The address by which kernels reach this memory; None: it is not registered with CUDA."""

@@ -1,5 +1,5 @@
 """The transport contract: how bytes get from prefill's pool into reserved blocks of decode's CPU
-buffer.
+buffer, or of its device pool.
 
 A Sender and a Receiver belong to one session between one prefill and one decode instance. Blocks of
 a nonce become whole in the order in which they were reserved. Each of their bytes is put once, in
@@ -37,8 +37,10 @@ class Sender(ABC):
     """Nothing of a put that raised is written once a terminal message about it has arrived. False:
     only the end of the session is proof of that.
     """
-    reads_gpu: ClassVar[bool] = False
-    """`put` takes memory of this process's GPU as its source, too."""
+    reads_gpu: bool = False
+    """`put` takes the device pool on this process's GPU as its source, too."""
+    pool_bytes: int = 0
+    """Of decode's device pool on a GPU, where `put` reaches it: numbered after the buffer's."""
 
     @abstractmethod
     def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
@@ -81,6 +83,8 @@ class Receiver(ABC):
     """Decode's end. For the asyncio thread; no method waits for the peer."""
 
     path: ClassVar[PathKind]
+    reaches_pool: bool = False
+    """Blocks may also be of the device pool on a GPU, numbered after the buffer's."""
 
     @abstractmethod
     def expect(self, nonce: int, blocks: tuple[int, ...]) -> None:

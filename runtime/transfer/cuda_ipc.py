@@ -8,8 +8,6 @@ process that is dead has no GPU work under way any more.
 
 from __future__ import annotations
 
-import numpy as np
-
 from runtime.errors import TransferError
 from runtime.kv.copies import CopyEngine, PoolCopies
 from runtime.kv.gpu_swap import check_runs, move
@@ -17,6 +15,7 @@ from runtime.kv.layout import PoolMap
 from runtime.kv.region import Region
 from runtime.protocol import GpuPool
 from runtime.transfer.base import Runs, Sender
+from runtime.transfer.pool_put import by_target
 from runtime.transfer.shm import ShmReceiver, ShmSender
 
 
@@ -42,6 +41,7 @@ class CudaIpcSender(Sender):
         self._engine = engine
         self._mapped: int | None = engine.map(pool.handle)
         self._pool = Region(self._mapped + pool.offset, pool.nbytes)
+        self.pool_bytes = pool.nbytes
 
     @classmethod
     def open(cls, name: str, nbytes: int, engine: CopyEngine, pool: GpuPool) -> CudaIpcSender:
@@ -55,9 +55,8 @@ class CudaIpcSender(Sender):
 
     def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
         buffer = self._buffer.target()
-        in_pool = runs[:, 1] >= buffer.nbytes
-        pooled: Runs = runs[in_pool] - np.array([0, buffer.nbytes, 0], dtype=np.int64)
-        parts = ((buffer, runs[~in_pool]), (self._pool, pooled))
+        into_buffer, into_pool = by_target(runs, buffer.nbytes)
+        parts = ((buffer, into_buffer), (self._pool, into_pool))
         for to, part in parts:
             check_runs(part, source, to)
         return sum(move(self._engine, to, source, part) if len(part) else 0 for to, part in parts)
@@ -74,3 +73,4 @@ class CudaIpcSender(Sender):
 
 class CudaIpcReceiver(ShmReceiver):
     path = "cuda_ipc"
+    reaches_pool = True

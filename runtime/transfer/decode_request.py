@@ -35,10 +35,20 @@ class DecodeSession:
     """By nonce: asked of the peer, and their KV not all in the device pool yet."""
     answers: dict[int, asyncio.Future[PeerReply]] = field(default_factory=dict)
     """By nonce: who waits for the end of a path test."""
+    no_pool: str = ""
+    """Why KV goes through the CPU buffer, where it could go straight into GPU memory."""
 
     @property
     def path(self) -> str:
         return self.welcome.path
+
+    @property
+    def reason(self) -> str:
+        """Why it is not a better path, or not as good as it could be."""
+        parts = [self.welcome.path_reason]
+        if self.no_pool:
+            parts.append(f"through the CPU buffer, not into the GPU: {self.no_pool}")
+        return "; ".join(filter(None, parts))
 
     @property
     def receiver(self) -> Receiver:

@@ -134,20 +134,20 @@ class DecodeHandoff:
     # ---- reserve --------------------------------------------------------------------------------
 
     def _needs(self, request: DecodeRequest, free: int) -> int:
-        direct = self.first_device_block(request.session.path) is not None
+        direct = self.first_device_block(request.session) is not None
         return self._pledges.needs(request, self._requests.values(), free, direct=direct)
 
-    def first_device_block(self, path: str) -> int | None:
-        """Its number in puts over this path; None: they do not reach the device pool."""
+    def first_device_block(self, session: DecodeSession) -> int | None:
+        """Its number in puts of this session; None: they do not reach the device pool."""
         if self._buffer.pool_blocks:
             return 0
-        return self._buffer.num_blocks if path == "cuda_ipc" else None
+        return self._buffer.num_blocks if session.receiver.reaches_pool else None
 
     def _granted(self, request: DecodeRequest, reservation: Reservation) -> None:
         now = self._loop.time()
         request.waiter = None
         request.landing = landing = Landing(reservation, request.missing_device_blocks)
-        first = self.first_device_block(request.session.path)
+        first = self.first_device_block(request.session)
         if landing.device is not None and first is not None:
             landing.direct = True
             blocks = tuple(first + block for block in landing.device)
@@ -192,7 +192,7 @@ class DecodeHandoff:
         """See that a path into another memory than the buffer's leads there. Raises TransferError,
         and LinkClosed when the session is lost.
         """
-        first = self.first_device_block(session.path)
+        first = self.first_device_block(session)
         if first:
             await prove_pool(session, self.reservations, self._engine, first)
 

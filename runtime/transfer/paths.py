@@ -48,7 +48,7 @@ class OpenedPath:
     sender: Sender | None
     """None: tcp, whose data connection is still to come."""
     reason: str = ""
-    """Why it is not a better one."""
+    """Why it is not a better one, or not as good as it could be."""
     rdma: RdmaEnd | None = None
 
 
@@ -89,6 +89,7 @@ class SenderPaths:
                 _log.info("%s: no %s: %s", hello.instance, path, e)
                 passed.append(f"no {path}: {e}")
             else:
+                passed += [opened.reason] if opened.reason else []
                 return replace(opened, reason="; ".join(passed))
         raise TransferError("; ".join(passed))
 
@@ -112,7 +113,8 @@ class SenderPaths:
             if adapter is None:
                 raise TransferError(f"{self._instance}: {self._rdma.missing}")
             sender = await self._rdma_sender(adapter, hello.rdma, hello.segment_bytes)
-            return OpenedPath(path, sender, rdma=sender.end)
+            why = f"{self._instance} reads its GPU by way of the CPU: {adapter.no_pool}"
+            return OpenedPath(path, sender, why if adapter.no_pool else "", sender.end)
         return OpenedPath(path, None)
 
     async def _rdma_sender(self, adapter: RdmaAdapter, peer: RdmaEnd, nbytes: int) -> RdmaSender:
@@ -137,11 +139,13 @@ class ReceiverPaths:
         self._buffer = buffer
         self._rdma = rdma
 
-    def offer_rdma(self) -> RdmaOffer:
-        """A queue pair for the next session. Raises TransferError saying why there is none."""
+    def offer_rdma(self, no_pool: str) -> RdmaOffer:
+        """A queue pair for the next session; without the device pool if there is a reason for that.
+        Raises TransferError saying why there is none.
+        """
         if self._rdma.adapter is None:
             raise TransferError(self._rdma.missing)
-        return RdmaOffer(self._rdma.adapter)
+        return RdmaOffer(self._rdma.adapter, no_pool)
 
     async def open(
         self, welcome: Welcome, offer: RdmaOffer | None, dial: Dial, events: ReceiverEvents

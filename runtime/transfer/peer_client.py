@@ -43,7 +43,10 @@ SILENCE_S = 5.0
 TERMINAL_S = 20.0
 """A writer that does not give back blocks within this long, though told to, is cut off."""
 DISTRUST_S = 60.0
-"""With `auto`: for how long a path is not tried again after a path test over it failed."""
+"""For how long a path is not tried again after a path test over it failed: with `auto`, or to the
+device pool."""
+_RDMA_POOL = "rdma to the device pool"
+"""Stands for it among the paths."""
 _BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 
 
@@ -85,7 +88,7 @@ class PeerClient:
         self._buffer = handoff.reservations.buffer
         self._post = post
         self._distrusted: dict[str, tuple[float, str]] = {}
-        """Paths whose test failed: until when they are not offered, and why."""
+        """Whose test failed: until when it is not offered, and why."""
         self._loop = asyncio.get_running_loop()
         self.wanted = True
         """Somebody names this peer. When nobody does, the session still ends by itself."""
@@ -142,7 +145,13 @@ class PeerClient:
         receiver = await self._paths.open(welcome, offer, self.dial, self._events(opened))
         writer = Writer(self._peer.name, welcome.incarnation, receiver)
         session = _Session(
-            self._peer.name, welcome, link, writer, writer_stream=stream, heard=self._loop.time()
+            self._peer.name,
+            welcome,
+            link,
+            writer,
+            no_pool=offer.no_pool if offer and welcome.path == offer.path else "",
+            writer_stream=stream,
+            heard=self._loop.time(),
         )
         opened.append(session)
         self._handoff.session_opened(session)
@@ -168,7 +177,7 @@ class PeerClient:
         try:
             if why := self._distrust("rdma"):
                 raise TransferError(why)
-            offer = self._paths.offer_rdma()
+            offer = self._paths.offer_rdma(self._distrust(_RDMA_POOL))
         except TransferError as e:
             return msgspec.structs.replace(hello, no_rdma=str(e)), None
         stack.callback(offer.close)
@@ -232,25 +241,34 @@ class PeerClient:
     # ---- the path test --------------------------------------------------------------------------
 
     async def _prove(self, session: _Session) -> None:
+        what = session.path
         try:
             async with asyncio.timeout(PATH_TEST_S):
                 await prove_path(session, self._handoff.reservations)
+                if session.path == "rdma":
+                    what = _RDMA_POOL
                 await self._handoff.prove_pool(session)
         except TimeoutError:
-            self._test_failed(session, f"no answer within {PATH_TEST_S:g} s")
+            self._test_failed(session, what, f"no answer within {PATH_TEST_S:g} s")
         except TransferError as e:
-            self._test_failed(session, str(e))
+            self._test_failed(session, what, str(e))
         except LinkClosed as e:
-            session.abort(f"path test over {session.path}: {e}")
+            # A failed write may end the session before anybody says so.
+            if what == _RDMA_POOL:
+                self._test_failed(session, what, str(e))
+            else:
+                session.abort(f"path test over {what}: {e}")
         else:
-            reason = session.welcome.path_reason
+            reason = session.reason
             _log.info("%s is up over %s%s", session.peer, session.path, reason and f" ({reason})")
             session.was_up = True
             self._handoff.peers.up(session)
 
-    def _test_failed(self, session: _Session, why: str) -> None:
-        if session.path in ("cuda_ipc", "rdma") and self._hello.transfer == "auto":
-            # Both have a device, but there is no way between them.
+    def _test_failed(self, session: _Session, what: str, why: str) -> None:
+        # With `auto` both have a device, but there is no way between them. Without the pool, rdma
+        # is as good as it is asked for.
+        auto = what in ("cuda_ipc", "rdma") and self._hello.transfer == "auto"
+        if auto or what == _RDMA_POOL:
             until = self._loop.time() + DISTRUST_S
-            self._distrusted[session.path] = (until, f"its path test failed: {why}")
-        session.abort(f"path test over {session.path}: {why}")
+            self._distrusted[what] = (until, f"its path test failed: {why}")
+        session.abort(f"path test over {what}: {why}")

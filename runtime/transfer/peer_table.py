@@ -83,6 +83,6 @@ def _state(session: DecodeSession, requests: int = 0) -> PeerState:
         name=session.peer,
         path=welcome.path,
         incarnation=welcome.incarnation,
-        reason=welcome.path_reason,
+        reason=session.reason,
         requests=requests,
     )

@@ -1,4 +1,4 @@
-"""A put out of the device pool, wherever that is."""
+"""Puts out of the device pool, wherever that is, and into decode's."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def pool_put(sender: Sender, copies: PoolCopies, nonce: int, runs: Runs, whole: 
     copies.out(staging, np.stack([runs[:, 0], at, lengths], axis=1))
     staged = np.stack([at, runs[:, 1], lengths], axis=1)
     return sender.put(nonce, staging, staged, whole)
+
+
+def by_target(runs: Runs, buffer_bytes: int) -> tuple[Runs, Runs]:
+    """The runs into decode's buffer, and those into the device pool that is numbered after it,
+    counted from its beginning.
+    """
+    in_pool = runs[:, 1] >= buffer_bytes
+    pooled: Runs = runs[in_pool] - np.array([0, buffer_bytes, 0], dtype=np.int64)
+    return runs[~in_pool], pooled

@@ -67,6 +67,4 @@ class PrefillSession:
     @property
     def room(self) -> int:
         """Bytes that blocks may be numbered in: decode's segment and, where we reach it, pool."""
-        hello = self.hello
-        reached = hello.gpu if self.sender and self.sender.path == "cuda_ipc" else None
-        return hello.segment_bytes + (reached.nbytes if reached else 0)
+        return self.hello.segment_bytes + (self.sender.pool_bytes if self.sender else 0)

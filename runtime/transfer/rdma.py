@@ -1,4 +1,5 @@
-"""Transport over RDMA: prefill writes into decode's buffer, with neither CPU on the way.
+"""Transport over RDMA: prefill writes into decode's buffer, with neither CPU on the way; and from
+GPU to GPU where the adapters of both have registered their device pools.
 
 One reliable connection per session. A put is one-sided writes, then a message {nonce, whole blocks}
 that the receiver gets after them; the put ends when the peer's port has acknowledged all of it.
@@ -20,6 +21,7 @@ from runtime.errors import TransferError
 from runtime.kv.region import Region
 from runtime.protocol import RdmaEnd
 from runtime.transfer.base import PathKind, Receiver, ReceiverEvents, Runs, Sender
+from runtime.transfer.pool_put import by_target
 from runtime.transfer.rdma_adapter import RdmaAdapter
 from runtime.transfer.verbs import MAX_PIECES, RECEIVE_BYTES, Completion, Queue, Write
 
@@ -44,10 +46,14 @@ class RdmaSender(Sender):
     put_fences = False
 
     def __init__(self, adapter: RdmaAdapter, peer: RdmaEnd, peer_bytes: int) -> None:
-        """Raises TransferError when the peer cannot be reached."""
+        """`peer_bytes`: of the peer's buffer; its device pool, if open to us, is numbered after it.
+        Raises TransferError when the peer cannot be reached.
+        """
         self._adapter = adapter
+        self.reads_gpu = adapter.gpu is not None
         self._peer = peer
         self._peer_bytes = peer_bytes
+        self.pool_bytes = peer.pool.nbytes if peer.pool else 0
         self._lock = threading.Lock()
         """Of the queue pair's state: posting, failing, destroying."""
         self._broken = ""
@@ -67,12 +73,17 @@ class RdmaSender(Sender):
         self._poll.register(self._queue.fd, select.POLLIN)
 
     def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
-        _check(runs, source.nbytes, self._peer_bytes)
+        into_buffer, into_pool = by_target(runs, self._peer_bytes)
+        _check(into_buffer, source.nbytes, self._peer_bytes)
+        _check(into_pool, source.nbytes, self.pool_bytes)
         nbytes = int(runs[:, 2].sum())
-        writes = self._writes(source, runs)
         try:
-            with self._adapter.local_key(source) as key:
-                self._write(writes, key)
+            with self._adapter.readable(source) as key:
+                if len(into_buffer):
+                    writes = self._writes(self._peer.address, source, into_buffer)
+                    self._write(writes, (key, self._peer.key))
+                if len(into_pool) and (pool := self._peer.pool):
+                    self._write(self._writes(pool.address, source, into_pool), (key, pool.key))
                 self._announce(nonce, whole)
                 self._wait(self._posted)
         except TransferError as e:
@@ -98,8 +109,10 @@ class RdmaSender(Sender):
         _destroy(self._queue)
         self._words_memory.close()
 
-    def _writes(self, source: Region, runs: Runs) -> list[Write]:
-        """One for runs that follow each other in the buffer, such as those of a block's parts."""
+    def _writes(self, base: int, source: Region, runs: Runs) -> list[Write]:
+        """To the peer's memory at `base`: one for runs that follow each other there, such as those
+        of a block's parts.
+        """
         most = min(self._adapter.facts.max_message, _LONGEST)
         writes: list[Write] = []
         pieces: list[tuple[int, int]] = []
@@ -109,13 +122,12 @@ class RdmaSender(Sender):
                 length = min(size - done, most)
                 if to + done != end or length > room or len(pieces) == MAX_PIECES:
                     pieces, room = [], most
-                    writes.append((self._peer.address + to + done, pieces))
+                    writes.append((base + to + done, pieces))
                 pieces.append((source.address + at + done, length))
                 end, room = to + done + length, room - length
         return writes
 
-    def _write(self, writes: list[Write], key: int) -> None:
-        keys = (key, self._peer.key)
+    def _write(self, writes: list[Write], keys: tuple[int, int]) -> None:
         for at in range(0, len(writes), _BATCH):
             batch = writes[at : at + _BATCH]
             # One more for the announcement.
@@ -179,10 +191,12 @@ class RdmaOffer:
 
     path: ClassVar[PathKind] = "rdma"
 
-    def __init__(self, adapter: RdmaAdapter) -> None:
+    def __init__(self, adapter: RdmaAdapter, no_pool: str = "") -> None:
+        """`no_pool`: why the device pool on a GPU is not offered, though it could be."""
         self.adapter = adapter
+        self.no_pool = no_pool or adapter.no_pool
         self.queue = adapter.device.queue(sends=0, receives=_RECEIVES)
-        self.end = adapter.end(self.queue)
+        self.end = adapter.end(self.queue, pool=not no_pool)
 
     def close(self) -> None:
         """Idempotent: whoever took the queue over may have closed it."""
@@ -201,6 +215,8 @@ class RdmaReceiver(Receiver):
         """Of the live nonces, and of the queue pair's end."""
         self._live: dict[int, _Landing] = {}
         self._gone = False
+        self.reaches_pool = offer.end.pool is not None
+        self._gpu = offer.adapter.gpu if self.reaches_pool else None
         self._queue = offer.queue
         self._words = ctypes.create_string_buffer(_RECEIVES * RECEIVE_BYTES)
         words = Region(ctypes.addressof(self._words), len(self._words))
@@ -275,6 +291,9 @@ class RdmaReceiver(Receiver):
         armed = False
         while not self._gone:
             if found := self._queue.poll(_POLL):
+                if self._gpu:
+                    # Before anything of it counts as landed, and so may be computed with.
+                    self._gpu.see_remote_writes()
                 for completion in found:
                     self._take(completion)
             elif not armed:
@@ -316,7 +335,7 @@ def _check(runs: Runs, source_bytes: int, target_bytes: int) -> None:
     if (sizes <= 0).any() or (sources < 0).any() or (sources + sizes > source_bytes).any():
         raise TransferError("a run lies outside of the source memory")
     if (targets < 0).any() or (targets + sizes > target_bytes).any():
-        raise TransferError("a run lies outside of the peer's buffer")
+        raise TransferError("a run lies outside of the peer's memory")
 
 
 def _destroy(queue: Queue) -> None:

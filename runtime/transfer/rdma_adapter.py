@@ -1,62 +1,97 @@
 """The RDMA port of an instance, opened, with the memory that it moves registered once.
 
 Owns the device and its keys for as long as the instance lives; each session has a queue pair of it.
-How memory becomes reachable, host or GPU, is `_register`'s alone.
+Prefill's device pool is read; decode's CPU buffer is written, and its device pool, where that is on
+a GPU. A pool that cannot be registered is done without: KV then goes through the CPU.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
-import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from runtime.config import WorkerConfig
 from runtime.errors import ConfigError, TransferError
+from runtime.kv.copies import CopyEngine, PoolCopies
 from runtime.kv.region import Region
-from runtime.protocol import RdmaEnd
+from runtime.protocol import RdmaEnd, RdmaMemory
 from runtime.transfer import verbs
+from runtime.transfer.gpu_memory import register_gpu
 from runtime.transfer.rdma_ports import RdmaPort, choose_port, own_addresses
 from runtime.transfer.verbs import Device, Memory, PortFacts, Queue, Route
 
 _log = logging.getLogger(__name__)
 
 _PSN_BITS = 24
-_DMA_BUF_FD = 1
-"""CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD"""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    region: Region
+    memory: Memory
+    how: str = ""
+    """GPU memory: by which way."""
+
+    @property
+    def remote(self) -> RdmaMemory:
+        """What a peer must know to write there."""
+        region = self.region
+        return RdmaMemory(address=region.address, nbytes=region.nbytes, key=self.memory.rkey)
 
 
 @dataclass(frozen=True, slots=True)
 class RdmaAdapter:
     port: RdmaPort
     facts: PortFacts
-    region: Region
     device: Device
-    memory: Memory
+    buffer: Registered | None
+    """Decode's."""
+    pool: Registered | None
+    """None, at decode on a CPU: its pool is in the buffer's segment, or nobody writes there."""
+    gpu: CopyEngine | None
+    """Of the GPU that `pool` is on."""
+    no_pool: str = ""
+    """Why a pool on a GPU is not registered."""
 
     @classmethod
-    def open(
-        cls, port: RdmaPort, region: Region, *, remote_write: bool, gpu: bool = False
-    ) -> RdmaAdapter:
-        """Takes as long as pinning the region does. Raises TransferError."""
-        device = verbs.load().open(port.device)
+    def open(cls, port: RdmaPort, copies: PoolCopies, buffer: Region | None = None) -> RdmaAdapter:
+        """Of the instance with this device pool and, at decode, CPU buffer. Takes as long as
+        pinning them does. Raises TransferError.
+        """
+        device = verbs.load(dmabuf=copies.engine is not None).open(port.device)
+        written: Registered | None = None
         try:
             facts = device.port(port.number)
-            memory = _register(device, region, remote_write=remote_write, gpu=gpu)
+            if buffer is not None:
+                written = _pinned(device, buffer, remote_write=True)
+            if copies.engine is None:
+                pool = None if buffer else _pinned(device, copies.pool, remote_write=False)
+                return cls(port, facts, device, written, pool, None)
+            try:
+                found = register_gpu(
+                    device, copies.pool, copies.engine, remote_write=buffer is not None
+                )
+            except TransferError as e:
+                return cls(port, facts, device, written, None, None, str(e))
+            pool = Registered(copies.pool, *found)
+            return cls(port, facts, device, written, pool, copies.engine)
         except TransferError:
             device.close()
             raise
-        return cls(port, facts, region, device, memory)
 
     @contextlib.contextmanager
-    def local_key(self, region: Region) -> Iterator[int]:
-        """Key of memory to send from: registered at the start, or for this while."""
-        if region == self.region:
-            yield self.memory.lkey
+    def readable(self, region: Region) -> Iterator[int]:
+        """Key of memory to send from, whose bytes are final: registered at the start, or for this
+        while.
+        """
+        if self.pool and region == self.pool.region:
+            if self.gpu:
+                self.gpu.await_model()
+            yield self.pool.memory.lkey
             return
         memory = self.device.register(region, remote_write=False)
         try:
@@ -64,8 +99,8 @@ class RdmaAdapter:
         finally:
             memory.close()
 
-    def end(self, queue: Queue) -> RdmaEnd:
-        """What the peer must know of a new queue pair of ours."""
+    def end(self, queue: Queue, *, pool: bool = False) -> RdmaEnd:
+        """What the peer must know of a new queue pair of ours; and of decode's `pool`, if told."""
         return RdmaEnd(
             device=str(self.port),
             fabric=self.port.family,
@@ -74,8 +109,9 @@ class RdmaAdapter:
             mtu=self.facts.mtu,
             number=queue.number,
             psn=secrets.randbits(_PSN_BITS),
-            address=self.region.address,
-            key=self.memory.rkey,
+            address=self.buffer.region.address if self.buffer else 0,
+            key=self.buffer.memory.rkey if self.buffer else 0,
+            pool=self.pool.remote if self.pool and pool else None,
         )
 
     def connect(self, queue: Queue, ours: RdmaEnd, peers: RdmaEnd) -> None:
@@ -101,17 +137,22 @@ class RdmaAdapter:
 
     def close(self) -> None:
         """After all queue pairs. Raises TransferError when one is still open."""
-        self.memory.close()
+        for registered in (self.buffer, self.pool):
+            if registered:
+                registered.memory.close()
         self.device.close()
 
 
 class Rdma:
     """Whether this instance has RDMA, and why not. For the asyncio thread."""
 
-    def __init__(self, config: WorkerConfig, region: Region, *, remote_write: bool) -> None:
+    def __init__(
+        self, config: WorkerConfig, copies: PoolCopies, buffer: Region | None = None
+    ) -> None:
+        """`buffer`: decode's."""
         self._config = config
-        self._region = region
-        self._remote_write = remote_write
+        self._copies = copies
+        self._buffer = buffer
         self.adapter: RdmaAdapter | None = None
         self.missing = "not opened yet"
 
@@ -133,17 +174,16 @@ class Rdma:
             self.missing = str(e)
         else:
             _log.info("rdma: %s", self.adapter.port)
+            if self.adapter.pool and self.adapter.gpu:
+                _log.info("rdma: the GPU's memory itself, by %s", self.adapter.pool.how)
+            elif self.adapter.no_pool:
+                _log.warning("rdma: KV goes through the CPU: %s", self.adapter.no_pool)
 
     def _open(self) -> RdmaAdapter:
         config = self._config
         peers = [peer.address.host for peer in config.prefill_peers]
         port = choose_port(config.rdma, own_addresses(config.advertise, peers))
-        return RdmaAdapter.open(
-            port,
-            self._region,
-            remote_write=self._remote_write,
-            gpu=not self._remote_write and config.device != "cpu",
-        )
+        return RdmaAdapter.open(port, self._copies, self._buffer)
 
     async def close(self) -> None:
         if self.adapter is None:
@@ -156,47 +196,12 @@ class Rdma:
             _log.warning("rdma: %s", e)
 
 
-def _register(device: Device, region: Region, *, remote_write: bool, gpu: bool) -> Memory:
-    """Host memory is pinned. GPU memory is exported as a dmabuf, or else left to nvidia-peermem,
-    with which the driver takes its addresses like any other.
-    """
-    tried = []
-    if gpu:
-        try:
-            fd = _export_dmabuf(region)
-        except TransferError as e:
-            tried.append(str(e))
-        else:
-            try:
-                return device.register_dmabuf(region, fd, remote_write=remote_write)
-            except TransferError as e:
-                tried.append(str(e))
-            finally:
-                os.close(fd)
+def _pinned(device: Device, region: Region, *, remote_write: bool) -> Registered:
+    """Host memory."""
     try:
-        return device.register(region, remote_write=remote_write)
+        return Registered(region, device.register(region, remote_write=remote_write))
     except TransferError as e:
-        where = "GPU" if gpu else "host"
-        reasons = "; ".join([*tried, str(e)])
-        hint = (
-            "load nvidia-peermem, or a driver and kernel with dmabuf export"
-            if gpu
-            else "raise the limit of locked memory (`ulimit -l`, LimitMEMLOCK=) above it"
-        )
         raise TransferError(
-            f"{region.nbytes:,} bytes of {where} memory cannot be registered: {reasons}", hint=hint
+            f"{region.nbytes:,} bytes of host memory cannot be registered: {e}",
+            hint="raise the limit of locked memory (`ulimit -l`, LimitMEMLOCK=) above it",
         ) from e
-
-
-def _export_dmabuf(region: Region) -> int:
-    """A descriptor of this range of GPU memory, by the CUDA driver."""
-    try:
-        export = ctypes.CDLL("libcuda.so.1").cuMemGetHandleForAddressRange
-    except (OSError, AttributeError) as e:
-        raise TransferError(f"dmabuf export: {e}") from e
-    fd = ctypes.c_int(-1)
-    address, nbytes = ctypes.c_uint64(region.address), ctypes.c_size_t(region.nbytes)
-    status = export(ctypes.byref(fd), address, nbytes, _DMA_BUF_FD, ctypes.c_uint64(0))
-    if status != 0:
-        raise TransferError(f"dmabuf export: CUDA driver status {status}")
-    return fd.value

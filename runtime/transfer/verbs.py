@@ -1,7 +1,8 @@
 """The few verbs that the rdma transport needs, the same over either Python binding.
 
-Debian's `pyverbs` (python3-pyverbs) is taken where it can be imported, else PyPI's `ibverbs`. Every
-failure of a call is a TransferError that names the call. Knows nothing of blocks and sessions.
+Debian's `pyverbs` (python3-pyverbs) is taken where it can be imported, else PyPI's `ibverbs`; for
+memory of a GPU the other way round. Every failure of a call is a TransferError that names the call.
+Knows nothing of blocks and sessions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ BINDINGS = {
     "ibverbs": "runtime.transfer.verbs_ibverbs",
 }
 """The module of each adapter, in the order of preference."""
+TAKES_DMABUF = "ibverbs"
+"""The one that can register a dmabuf by the address which it has in this process."""
 
 RETRIES = 6
 """For ever is 7, in some drivers: a dead peer must end a write."""
@@ -165,8 +168,10 @@ class Device(ABC):
     def register(self, region: Region, *, remote_write: bool) -> Memory: ...
 
     @abstractmethod
-    def register_dmabuf(self, region: Region, fd: int, *, remote_write: bool) -> Memory:
-        """`fd` exports exactly this region of another device's memory."""
+    def register_dmabuf(
+        self, region: Region, fd: int, offset: int, *, remote_write: bool
+    ) -> Memory:
+        """`fd` exports memory of another device; the region begins so many bytes into that."""
 
     @abstractmethod
     def queue(self, *, sends: int, receives: int) -> Queue:
@@ -184,16 +189,15 @@ class Verbs(ABC):
     def open(self, device: str) -> Device: ...
 
 
-def load(name: str | None = None) -> Verbs:
-    """The named binding, or the first that can be imported.
+def load(*, dmabuf: bool = False) -> Verbs:
+    """The first binding that can be imported; of two, the one that takes a `dmabuf` if told so.
 
     Raises TransferError saying what to install.
     """
-    wanted = BINDINGS if name is None else {name: BINDINGS[name]}
     missing: list[str] = []
-    for binding, module in wanted.items():
+    for binding in sorted(BINDINGS, key=lambda name: dmabuf and name != TAKES_DMABUF):
         try:
-            adapter = importlib.import_module(module)
+            adapter = importlib.import_module(BINDINGS[binding])
         except ImportError as e:
             missing.append(f"{binding}: {e}")
         else:

@@ -152,10 +152,13 @@ class _Device(verbs.Device):
         with _translated():
             return _Memory(self._domain.reg_mr(region.address, region.nbytes, access))
 
-    def register_dmabuf(self, region: Region, fd: int, *, remote_write: bool) -> verbs.Memory:
+    def register_dmabuf(
+        self, region: Region, fd: int, offset: int, *, remote_write: bool
+    ) -> verbs.Memory:
         access = _RECEIVE if remote_write else _LOCAL
+        place = offset, region.nbytes, region.address
         with _translated():
-            return _Memory(self._domain.reg_dmabuf_mr(0, region.nbytes, region.address, fd, access))
+            return _Memory(self._domain.reg_dmabuf_mr(*place, fd, access))
 
     def queue(self, *, sends: int, receives: int) -> verbs.Queue:
         with _translated():

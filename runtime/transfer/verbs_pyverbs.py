@@ -196,7 +196,9 @@ class _Device(verbs.Device):
         with _translated("ibv_reg_mr"):
             return _Memory(MR(self._domain, region.nbytes, access, region.address))
 
-    def register_dmabuf(self, region: Region, fd: int, *, remote_write: bool) -> verbs.Memory:
+    def register_dmabuf(
+        self, region: Region, fd: int, offset: int, *, remote_write: bool
+    ) -> verbs.Memory:
         raise TransferError("pyverbs cannot give a dmabuf the address it has in this process")
 
     def queue(self, *, sends: int, receives: int) -> verbs.Queue:

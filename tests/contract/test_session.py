@@ -17,7 +17,7 @@ from fake_engine import expected
 from free_ports import free_port
 from gpu_stand_in import StandIn
 from handoff_lab import BLOCK_BYTES, Instance, config, pair, start
-from rdma_lab import KINDS, devices_for
+from rdma_lab import KINDS, devices_for, on_gpus, path_of
 
 from runtime.config import Address, PeerConfig, RdmaConfig
 from runtime.errors import TransferError
@@ -184,10 +184,10 @@ def test_a_new_session_of_an_instance_ends_the_older_one(kind: str) -> None:
                     "decode",
                     cpu_buffer_bytes=16 * BLOCK_BYTES,
                     prefill_peers=both.decode.config.prefill_peers,
-                    transfer=kind,
+                    transfer=path_of(kind),
                     rdma=RdmaConfig(**devices_for(kind)[1]),
                 ),
-                gpu=kind == "cuda_ipc",
+                gpu=on_gpus(kind),
             )
             await twin.until(lambda: twin.peer_path)
             failed = await both.decode.answer(id_)

@@ -12,13 +12,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from rdma_lab import BINDINGS
+from rdma_lab import BINDINGS, GPU_KINDS, path_of
 from transport_rig import Rig, block_runs, eventually
 
 from runtime.errors import TransferError
 from runtime.transfer import verbs
 
-RDMA = [pytest.param(f"rdma-{name}", marks=pytest.mark.rdma) for name in BINDINGS]
+RDMA = [
+    pytest.param(f"{kind}-{name}", marks=pytest.mark.rdma)
+    for kind in ("rdma", "rdma_gpu")
+    for name in BINDINGS
+]
 
 
 @pytest.fixture(params=["cuda_ipc", "shm", "tcp", *RDMA])
@@ -117,6 +121,27 @@ def test_reservations_do_not_mix(rig: Rig) -> None:
     assert rig.bytes_of([0, 1, 2, 7, 6]) == rig.pool_bytes([0, 1, 2, 5, 4])
 
 
+@pytest.mark.parametrize("kind", GPU_KINDS, indirect=True)
+def test_what_leaves_a_gpu_is_what_the_model_has_enqueued(rig: Rig) -> None:
+    new = bytes([7]) * rig.size
+    rig.gpu.enqueued.append(lambda: rig.pool.__setitem__(slice(0, rig.size), 7))
+    rig.receiver.expect(1, (4,))
+    rig.sender.put(1, rig.source, block_runs([0], [4], rig.size), 1)
+    all_landed(rig, 1, 1)
+    assert rig.bytes_of([4]) == new
+
+
+def test_buffer_and_device_pool_in_one_put(rig: Rig) -> None:
+    """Block 0 is decode's buffer, where the others are its device pool."""
+    rig.receiver.expect(1, (3, 0, 1))
+    rig.sender.put(1, rig.source, block_runs([5, 6, 7], [3, 0, 1], rig.size), 3)
+    all_landed(rig, 1, 3)
+    assert rig.bytes_of([3, 0, 1]) == rig.pool_bytes([5, 6, 7])
+    if rig.on_gpus:
+        assert rig.receiver.reaches_pool and rig.sender.pool_bytes == rig.device_region.nbytes
+        assert rig.sender.reads_gpu
+
+
 # ---- refusals ----------------------------------------------------------------------------------
 
 
@@ -162,7 +187,7 @@ def test_nothing_changes_behind_a_fence(kind: str) -> None:
     """Revoke in the middle of a stream of puts: once fenced, the blocks may be used for something
     else.
     """
-    count = 16 if kind == "rdma" else 64  # a page's first touch is slow in the guest
+    count = 16 if path_of(kind) == "rdma" else 64  # a page's first touch is slow in the guest
     rig = Rig.make(kind, blocks=count, size=1 << 20)
     rig.connect()
     stop = threading.Event()
@@ -219,7 +244,7 @@ def test_a_killed_sender_is_proven_gone(kind: str) -> None:
         assert not rig.receiver.writer_gone()
         assert rig.child is not None
         rig.child.kill()
-        if kind == "rdma":
+        if rig.kind == "rdma":
             # Nobody tells a queue pair: the control connection does, and then this is the fence.
             assert not rig.receiver.writer_gone()
             rig.receiver.close()

@@ -2,16 +2,20 @@
 with `pip install -e '.[runtime,cuda12]'` and the default model.
 
 Copies between pool and pinned memory are bit-exact and ordered behind the model's own work, as
-single copies and as one kernel; puts from a GPU arrive over shm and tcp; prefill and
-decode on the GPU give the tokens of a mixed instance over each. Times are beside one cudaMemcpy of
-the same bytes in the same run. Exit code 0: all held; 1: something did not; 2: there is no GPU
-here.
+single copies and as one kernel; puts from a GPU arrive over shm and tcp; what CUDA offers an RDMA
+device is what it says; with such a device, puts go from GPU to GPU through it; prefill and decode
+on the GPU give the tokens of a mixed instance over each transport. Times are beside one cudaMemcpy
+of the same bytes in the same run. What a host has not is skipped by name. Exit code 0: all held; 1:
+something did not; 2: there is no GPU here.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
+import mmap
+import os
 import secrets
 import statistics
 import sys
@@ -29,11 +33,19 @@ import numpy as np
 import torch
 
 from runtime._native import PinnedShm, create_pinned_shm, free_pinned_shm
+from runtime.config import RdmaConfig
+from runtime.errors import TransferError
 from runtime.kv import gpu_swap
 from runtime.kv.copies import CopyEngine
 from runtime.kv.cupy_engine import CupyEngine
 from runtime.kv.gpu_swap import GpuCopies
 from runtime.kv.region import Region
+from runtime.transfer import gpu_memory, verbs
+from runtime.transfer.base import ReceiverEvents
+from runtime.transfer.pool_put import pool_put
+from runtime.transfer.rdma import RdmaOffer, RdmaReceiver, RdmaSender
+from runtime.transfer.rdma_adapter import RdmaAdapter
+from runtime.transfer.rdma_ports import RdmaPort, choose_port
 
 TOTAL = 256 << 20
 SIZES = (64 << 10, 256 << 10, 368_640, 1 << 20)
@@ -188,8 +200,6 @@ def puts() -> None:
     """Out of the GPU into decode's buffer, over each transport."""
     from transport_rig import Rig, block_runs, eventually
 
-    from runtime.transfer.pool_put import pool_put
-
     blocks, size = 64, 368_640
     for kind in ("shm", "tcp"):
         rig = Rig.make(kind, blocks, size)
@@ -206,8 +216,93 @@ def puts() -> None:
             rig.close()
 
 
+def exports() -> None:
+    """What CUDA offers an RDMA device; it takes none to see that."""
+    pool = torch.zeros(TOTAL, dtype=torch.uint8, device="cuda")
+    engine = CupyEngine(0)
+    try:
+        fd = engine.export(pool.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, TOTAL)
+    except TransferError as e:
+        check(f"no dmabuf, which CUDA says before it is asked: {e}", "no dmabuf export" in str(e))
+    else:
+        check("a dmabuf of the pool has its size", os.lseek(fd, 0, os.SEEK_END) >= TOTAL)
+        os.close(fd)
+    try:
+        engine.see_remote_writes()
+    except TransferError as e:
+        print(f"       the pool is not written by RDMA: {e}")
+    else:
+        flushed = engine._driver._flushes
+        print(f"       writes of other devices are {'flushed' if flushed else 'seen in order'}")
+    loaded = [module for module in gpu_memory.PEERMEM if (gpu_memory.MODULES / module).is_dir()]
+    print(f"       nvidia-peermem: {', '.join(loaded) or 'not loaded'}")
+
+
+def rdma_port() -> RdmaPort | None:
+    """None: what is missing was said."""
+    try:
+        verbs.load()
+        return choose_port(RdmaConfig(), [])
+    except TransferError as e:
+        print(f"skipped: no RDMA device: {e}")
+        return None
+
+
+def rdma() -> None:
+    """From this GPU through an RDMA port to itself: into GPU memory, and into decode's buffer."""
+    from transport_rig import eventually
+
+    if (port := rdma_port()) is None:
+        return
+    ours = torch.zeros(TOTAL, dtype=torch.uint8, device="cuda")
+    theirs = torch.zeros_like(ours)
+    copies, there = (GpuCopies(Region(t.data_ptr(), TOTAL), CupyEngine(0)) for t in (ours, theirs))
+    with pinned(TOTAL) as (segment, view):
+        read = RdmaAdapter.open(port, copies)
+        written = RdmaAdapter.open(port, there, Region(segment.address, TOTAL))
+        for what, adapter in (("read", read), ("written", written)):
+            by_cpu = f"not, but by way of the CPU: {adapter.no_pool}"
+            how = adapter.pool.how if adapter.pool else by_cpu
+            print(f"       GPU memory is {what} by {port}: {how}")
+        offer = RdmaOffer(written)
+        sender = RdmaSender(read, offer.end, TOTAL)
+        receiver = RdmaReceiver(offer, sender.end, ReceiverEvents(*[lambda *_: None] * 4))
+        numbers = itertools.count(1)
+
+        def put(runs: Any) -> None:
+            nonce, count = next(numbers), len(runs)
+            receiver.expect(nonce, tuple(range(count)))
+            pool_put(sender, copies, nonce, runs, count)
+            eventually(lambda: receiver.landed(nonce, 0) == count, 20)
+
+        try:
+            for size in SIZES:
+                runs = scattered(size)
+                for where in ("the GPU", "the buffer")[0 if sender.pool_bytes else 1 :]:
+                    first = TOTAL if where == "the GPU" else 0
+                    into = runs + np.array([0, first, 0])
+                    view[:] = 0
+                    theirs.zero_()
+                    torch.cuda.synchronize()
+                    # Enqueued, and not waited for: the put has to.
+                    ours.random_(0, 256)
+                    put(into)
+                    wanted = expected(ours.cpu().numpy(), runs)
+                    # Compared by a kernel, which must see what the device has written.
+                    found = theirs if where == "the GPU" else torch.from_numpy(view).cuda()
+                    held = bool((found == torch.from_numpy(wanted).cuda()).all())
+                    check(f"{size >> 10} KiB blocks by RDMA into {where}", held)
+                    took = seconds(lambda into=into: put(into))  # type: ignore[misc]
+                    print(f"       {runs[:, 2].sum() / took / 1e9:.2f} GB/s")
+        finally:
+            sender.close()
+            receiver.close()
+            read.close()
+            written.close()
+
+
 def requests() -> None:
-    """Prefill and decode on this GPU, over shm and tcp, against a mixed instance on it."""
+    """Prefill and decode on this GPU, over each transport, against a mixed instance on it."""
     from lab import MODEL_NAME, Lab, running
 
     from pdctl import models
@@ -237,7 +332,7 @@ def requests() -> None:
         lab = Lab(Path(root), models.resolve("smollm2-135m", Path()).path)
         for mixed in running(lab, "gpu-mixed", mixed=[alike]):
             wanted = tokens(mixed.endpoint)
-        for kind in ("cuda_ipc", "shm", "tcp"):
+        for kind in ("cuda_ipc", "shm", *(["rdma"] if rdma_port() else []), "tcp"):
             decode = alike | {"cpu_buffer": "256MiB", "transfer": kind}
             for pair in running(lab, f"gpu-{kind}", prefill=[alike], decode=[decode]):
                 same = tokens(pair.endpoint) == wanted
@@ -251,7 +346,7 @@ def main() -> int:
         return 2
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     began = time.perf_counter()
-    for part in (copies, kernel, order, puts, requests):
+    for part in (copies, kernel, order, puts, exports, rdma, requests):
         try:
             part()
         except Exception as e:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import TransferError
+from runtime.kv.cuda_driver import CudaDriver
 from runtime.kv.cupy_engine import CupyEngine
 
 UNREGISTERED = 0x1000
@@ -166,11 +167,29 @@ def test_a_shared_pool_is_a_place_in_its_allocation(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     engine = engine_of(monkeypatch, Stub())
     assert engine.share(0x7000_0000_0200) == (b"handle", 0x200)
-    with pytest.raises(TransferError, match=r"cuda:3: CUDA error 1"):
+    with pytest.raises(TransferError, match=r"cuda:3: .*: CUDA error 1"):
         engine.share(0x7000_0000_0200)
     assert asked == [0x7000_0000_0200] * 2
     assert engine.map(b"theirs") == 0xABC
     engine.unmap(0xABC)
+
+
+def test_waiting_for_the_model_is_an_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub()
+    engine_of(monkeypatch, stub).await_model()
+    assert stub.log == [("use",), ("wait", "null"), ("synchronize",)]
+
+
+def test_the_driver_is_called_on_a_thread_that_uses_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub = Stub()
+    engine = engine_of(monkeypatch, stub)
+    monkeypatch.setattr(CudaDriver, "export", lambda *a: stub.call("export", *a[1:]) or 9)
+    monkeypatch.setattr(CudaDriver, "flush_remote_writes", lambda _: stub.call("flush"))
+    assert engine.export(4096, 8192) == 9
+    engine.see_remote_writes()
+    assert stub.log == [("use",), ("export", 4096, 8192), ("use",), ("flush",)]
 
 
 @pytest.mark.parametrize("what", ["wait", "memcpy", "synchronize", "kernel", "share", "map"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_engine import expected
 from handoff_lab import BLOCK_BYTES, BLOCK_SIZE, Pair, config, drive, held, prompt, segments
-from rdma_lab import KINDS
+from rdma_lab import KINDS, on_gpus
 
 from runtime.engine.segment import Segment
 from runtime.kv.layout import KvLayout, PoolMap
@@ -27,7 +27,7 @@ WRITES_ITSELF = ("cuda_ipc", "shm")
 
 def place(kind: str) -> dict[str, str]:
     """Where the device pool is, so that puts of this kind reach it."""
-    return {} if kind == "cuda_ipc" else {"device": "cpu"}
+    return {} if on_gpus(kind) else {"device": "cpu"}
 
 
 async def answered(both: Pair, id_: RequestId, tokens: tuple[int, ...]) -> Tokens:

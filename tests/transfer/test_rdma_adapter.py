@@ -1,4 +1,4 @@
-"""What an instance says of RDMA that it cannot have, and how GPU memory would be registered.
+"""What an instance registers of its memory, and says of RDMA that it cannot have.
 
 The device is a stand-in: real ones are in tests/rdma_vm.
 """
@@ -6,81 +6,119 @@ The device is a stand-in: real ones are in tests/rdma_vm.
 from __future__ import annotations
 
 import asyncio
-import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gpu_stand_in import StandIn, peermem
 from handoff_lab import config
 
 from runtime.config import RdmaConfig
 from runtime.errors import ConfigError, TransferError
+from runtime.kv.copies import HostCopies, PoolCopies
+from runtime.kv.gpu_swap import GpuCopies
 from runtime.kv.region import Region
-from runtime.transfer import rdma_adapter, verbs
-from runtime.transfer.rdma_adapter import Rdma
+from runtime.protocol import RdmaMemory
+from runtime.transfer import verbs
+from runtime.transfer.rdma_adapter import Rdma, RdmaAdapter
+from runtime.transfer.rdma_ports import RdmaPort
+from runtime.transfer.verbs import PortFacts
 
 REGION = Region(4096, 8192)
+POOL = Region(1 << 20, 4096)
+PORT = RdmaPort("none0", 1, "Ethernet", 0, bytes(16), "RoCE v2")
 
 
 class StandInDevice:
-    """Registers what it is told to, and remembers it."""
+    """Registers memory, but not what begins at the address that fails, and remembers it."""
 
-    def __init__(self, *fails: str) -> None:
+    def __init__(self, fails: int = 0) -> None:
         self.fails = fails
-        self.tried: list[str] = []
+        self.registered: dict[int, bool] = {}
+        self.closed = False
 
-    def _register(self, how: str) -> str:
-        self.tried.append(how)
-        if how in self.fails:
-            raise TransferError(f"no {how}")
-        return how
+    def open(self, name: str) -> Any:
+        assert name == "none0"
+        return self
+
+    def port(self, number: int) -> PortFacts:
+        return PortFacts(5, 0, 1 << 30)
 
     def register(self, region: Region, *, remote_write: bool) -> Any:
-        return self._register("address")
+        if region.address == self.fails:
+            raise TransferError("ibv_reg_mr: no")
+        self.registered[region.address] = remote_write
+        return SimpleNamespace(lkey=1, rkey=region.address + 7, close=lambda: None)
 
-    def register_dmabuf(self, region: Region, fd: int, *, remote_write: bool) -> Any:
-        os.fstat(fd)
-        return self._register("dmabuf")
-
-
-def register(device: Any, *, gpu: bool) -> Any:
-    return rdma_adapter._register(device, REGION, remote_write=False, gpu=gpu)
+    def close(self) -> None:
+        self.closed = True
 
 
-@pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma_adapter, "_export_dmabuf", lambda _: os.open("/dev/null", os.O_RDONLY))
+def adapter_of(
+    monkeypatch: pytest.MonkeyPatch, device: Any, copies: PoolCopies, buffer: Region | None = None
+) -> RdmaAdapter:
+    monkeypatch.setattr(verbs, "load", lambda **_: device)
+    return RdmaAdapter.open(PORT, copies, buffer)
 
 
-def test_host_memory_is_registered_by_its_address() -> None:
+def test_a_cpus_pool_is_read_at_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     device = StandInDevice()
-    assert register(device, gpu=False) == "address" and device.tried == ["address"]
+    made = adapter_of(monkeypatch, device, HostCopies(POOL))
+    assert device.registered == {POOL.address: False}
+    assert made.gpu is None and made.no_pool == ""
 
 
-def test_gpu_memory_is_a_dmabuf_where_that_works(exported: None) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    assert register(StandInDevice(), gpu=True) == "dmabuf"
-    device = StandInDevice("dmabuf")
-    assert register(device, gpu=True) == "address" and device.tried == ["dmabuf", "address"]
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_gpu_memory_is_left_to_peermem_where_there_is_no_export() -> None:
+def test_a_cpus_pool_is_in_the_buffer_or_of_no_concern_at_decode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = StandInDevice()
-    assert register(device, gpu=True) == "address" and device.tried == ["address"]
+    made = adapter_of(monkeypatch, device, HostCopies(POOL), REGION)
+    assert device.registered == {REGION.address: True}
+    end = made.end(SimpleNamespace(number=1), pool=True)  # type: ignore[arg-type]
+    assert (end.address, end.key, end.pool) == (REGION.address, REGION.address + 7, None)
+    assert made.no_pool == ""
 
 
-def test_every_reason_is_told_and_what_to_do(exported: None) -> None:
-    with pytest.raises(TransferError, match="no dmabuf; no address") as error:
-        register(StandInDevice("dmabuf", "address"), gpu=True)
-    assert "nvidia-peermem" in error.value.hint
-    with pytest.raises(TransferError, match="8,192 bytes of host memory") as error:
-        register(StandInDevice("address"), gpu=False)
-    assert "ulimit -l" in error.value.hint
+@pytest.mark.parametrize("buffer", [None, REGION])
+def test_a_gpus_pool_is_registered_where_that_works(
+    monkeypatch: pytest.MonkeyPatch, buffer: Region | None
+) -> None:
+    device, gpu = StandInDevice(), StandIn()
+    with peermem():
+        made = adapter_of(monkeypatch, device, GpuCopies(POOL, gpu), buffer)
+    assert device.registered.pop(POOL.address) == (buffer is not None)
+    assert device.registered == ({REGION.address: True} if buffer else {})
+    assert made.gpu is gpu and made.no_pool == ""
+    queue: Any = SimpleNamespace(number=1)
+    pool = made.end(queue, pool=True).pool
+    assert pool == RdmaMemory(address=POOL.address, nbytes=POOL.nbytes, key=POOL.address + 7)
+    assert made.end(queue).pool is None
+
+
+@pytest.mark.parametrize("buffer", [None, REGION])
+def test_a_gpus_pool_that_cannot_be_is_done_without_and_the_reason_kept(
+    monkeypatch: pytest.MonkeyPatch, buffer: Region | None
+) -> None:
+    device = StandInDevice(fails=POOL.address)
+    with peermem():
+        made = adapter_of(monkeypatch, device, GpuCopies(POOL, StandIn()), buffer)
+    assert made.pool is None and made.gpu is None
+    assert "no dmabuf: " in made.no_pool and "no nvidia-peermem: ibv_reg_mr: no" in made.no_pool
+    assert (made.buffer is not None) == (buffer is not None)
+    assert not device.closed
+
+
+def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = StandInDevice(fails=REGION.address)
+    why = r"8,192 bytes of host memory .*: ibv_reg_mr: no"
+    with pytest.raises(TransferError, match=why) as error:
+        adapter_of(monkeypatch, device, HostCopies(POOL), REGION)
+    assert "ulimit -l" in error.value.hint and device.closed
 
 
 def opened(transfer: str, **rdma: Any) -> Rdma:
     settings = config("d", "decode", transfer=transfer, rdma=RdmaConfig(**rdma))
-    made = Rdma(settings, REGION, remote_write=True)
+    made = Rdma(settings, HostCopies(POOL), REGION)
     asyncio.run(made.open())
     return made
 
@@ -104,3 +142,14 @@ def test_a_missing_binding_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TransferError, match="none_such") as error:
         verbs.load()
     assert "pdctl[rdma]" in error.value.hint
+
+
+@pytest.mark.parametrize("dmabuf", [False, True])
+def test_the_binding_that_takes_dmabufs_goes_first_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, dmabuf: bool
+) -> None:
+    made = {name: SimpleNamespace(VERBS=name) for name in verbs.BINDINGS}
+    assert list(made) == ["pyverbs", "ibverbs"]
+    monkeypatch.setattr(verbs, "BINDINGS", {name: name for name in made})
+    monkeypatch.setattr(verbs.importlib, "import_module", made.__getitem__)
+    assert verbs.load(dmabuf=dmabuf) == ("ibverbs" if dmabuf else "pyverbs")
