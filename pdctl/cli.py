@@ -23,7 +23,6 @@ from pdctl.cli_edge import (
     FileOption,
     HostOption,
     Name,
-    complete_name,
     errors_as,
     mute_stdout,
     print_json,
@@ -33,6 +32,7 @@ from pdctl.cli_edge import (
 from pdctl.cli_files import init, model_app, validate
 from pdctl.cli_hosts import doctor, sync
 from pdctl.cli_look import audit, collect, exec_command, lock_app, logs, status
+from pdctl.completion import complete_name
 from pdctl.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,

@@ -14,11 +14,11 @@ from pdctl.cli_edge import (
     AsJson,
     FileOption,
     HostOption,
-    complete_name,
     errors_as,
     print_json,
     where,
 )
+from pdctl.completion import complete_name
 from pdctl.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 
 _SERVE = "serve"

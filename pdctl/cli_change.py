@@ -20,6 +20,7 @@ from pdctl.cli_edge import (
     print_json,
     where,
 )
+from pdctl.completion import complete_instance, complete_service
 from pdctl.errors import EXIT_DEGRADED, EXIT_OK, PdctlError, UsageError
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ def _number(text: str) -> tuple[str, int]:
 
 def restart(
     services: Annotated[
-        list[str] | None, typer.Argument(metavar="SERVICE...", help="Default: all.")
+        list[str] | None,
+        typer.Argument(metavar="SERVICE...", help="Default: all.", autocompletion=complete_service),
     ] = None,
     rolling: Annotated[
         bool,
@@ -204,7 +206,12 @@ def restart(
 
 
 def drain(
-    service: Annotated[str, typer.Argument(help="An instance: decode-0, prefill-1, ...")],
+    service: Annotated[
+        str,
+        typer.Argument(
+            help="An instance: decode-0, prefill-1, ...", autocompletion=complete_instance
+        ),
+    ],
     undo: Annotated[bool, typer.Option("--undo", help="Let it have new requests again.")] = False,
     timeout: DrainTimeout = None,
     name: NameOption = None,

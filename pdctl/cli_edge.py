@@ -16,19 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdctl import __version__
+from pdctl.completion import complete_name
 from pdctl.errors import PdctlError, UsageError
 
 if TYPE_CHECKING:
     from pdctl.find import Where
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-
-
-def complete_name(incomplete: str) -> list[str]:
-    """Deployments this machine knows of. Asks no host."""
-    from pdctl import state
-
-    return [name for name in state.names() if name.startswith(incomplete)]
 
 
 Name = Annotated[

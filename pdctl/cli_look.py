@@ -21,6 +21,7 @@ from pdctl.cli_edge import (
     seconds_ago,
     where,
 )
+from pdctl.completion import complete_first_word, complete_service
 from pdctl.errors import EXIT_DEGRADED, EXIT_OK, EXIT_UNREACHABLE, UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ def _watch(name: str | None, place: Where, screen: Screen, *, as_json: bool) -> 
 
 def logs(
     services: Annotated[
-        list[str] | None, typer.Argument(metavar="SERVICE...", help="Default: all.")
+        list[str] | None,
+        typer.Argument(metavar="SERVICE...", help="Default: all.", autocompletion=complete_service),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Then new lines as they come.")
@@ -186,7 +188,10 @@ def collect(
 
 
 def exec_command(
-    words: Annotated[list[str], typer.Argument(metavar="[SERVICE] -- COMMAND...")],
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[SERVICE] -- COMMAND...", autocompletion=complete_first_word),
+    ],
     host: Annotated[
         str | None,
         typer.Option(metavar="HOST", help="There, without a service: an address or a host's key."),

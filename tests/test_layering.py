@@ -22,7 +22,7 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "__init__ errors events interrupts services shim sizes yaml_marks",
         "topology_schema topology_checks topology wheelfile models wheels lockfile state init ask",
-        "plan batches scaling command",
+        "plan batches scaling command completion",
         "hosts remote records",
         "agent health routing preflight",
         "fleet sending",

@@ -14,11 +14,16 @@ from typing import Annotated, Literal
 
 import typer
 
+from pdctl.completion import complete_name
 from pdctl.errors import EXIT_INTERRUPTED, PdctlError, UsageError
 
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="NAME", help="Not needed when only one deployment runs."),
+    typer.Argument(
+        metavar="NAME",
+        help="Not needed when only one deployment runs.",
+        autocompletion=complete_name,
+    ),
 ]
 Endpoint = Annotated[
     str | None, typer.Option(help="Measure this URL instead of a deployment of ours.")

@@ -15,6 +15,8 @@ import pytest
 from free_ports import free_port
 from supervision import Site, eventually
 
+from pdctl import state
+
 TOPOLOGIES = Path(__file__).parents[2] / "topologies"
 HELP_LIMIT_S = 0.4
 
@@ -226,6 +228,51 @@ def test_a_name_that_is_none_is_a_mistake(name: str) -> None:
         result = pdctl(command, name)
         assert (result.returncode, result.stdout) == (2, "")
         assert "is not the name of a deployment" in result.stderr
+
+
+def at_tab(line: str, **env: str) -> list[str]:
+    """What bash would offer for the last word."""
+    result = pdctl(
+        _PDCTL_COMPLETE="complete_bash",
+        COMP_WORDS=line,
+        COMP_CWORD=str(len(line.split(" ")) - 1),
+        **env,
+    )
+    assert result.stderr == ""
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("pdctl status ", ["alpha", "beta"]),
+        ("pdctl bench be", ["beta"]),
+        ("pdctl logs ", ["decode-0", "mixed-0", "prefill-0", "router"]),
+        ("pdctl logs --name beta ", ["mixed-0", "router"]),
+        ("pdctl restart decode-0 p", ["prefill-0"]),
+        ("pdctl restart decode-0 d", []),
+        ("pdctl drain --name alpha ", ["decode-0", "prefill-0"]),
+        ("pdctl exec d", ["decode-0"]),
+        ("pdctl exec decode-0 d", []),
+        ("pdctl logs --name gamma ", []),
+    ],
+)
+def test_tab_offers_what_this_machine_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, offered: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    pair = (("far", "router"), ("far", "prefill-0"), ("far", "decode-0"))
+    hosts: dict[str, str | None] = {"far": "192.0.2.1"}  # nobody is asked
+    state.remember(state.KnownDeployment("alpha", "", hosts, services=pair))
+    one = (("far", "router"), ("far", "mixed-0"))
+    state.remember(state.KnownDeployment("beta", "", hosts, services=one))
+    (state.state_dir() / "gamma.json").write_text("{") if "gamma" in line else None
+    assert at_tab(line) == offered
+
+
+def test_tab_without_a_state_directory_offers_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert at_tab("pdctl logs ", XDG_STATE_HOME=str(tmp_path / "file")) == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
