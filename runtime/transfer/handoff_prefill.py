@@ -43,7 +43,7 @@ from runtime.protocol import (
     RequestId,
 )
 from runtime.transfer.base import Sender
-from runtime.transfer.path_test import test_fits, test_pieces
+from runtime.transfer.path_test import PathTestPut, test_fits
 from runtime.transfer.pool_put import pool_put
 from runtime.transfer.prefill_request import Answer, Outgoing, PrefillSession
 from runtime.transfer.tcp import STALL_S
@@ -160,7 +160,10 @@ class PrefillHandoff:
             return
         began = self._loop.time()
 
+        test = PathTestPut(message, f"{session.number}.{nonce}", sender, self._engine)
+
         def end(error: TransferError | None) -> None:
+            test.end()
             if error:
                 self._tell_terminal(session, _failed_put(sender, nonce, error))
             elif not session.lost:
@@ -168,8 +171,7 @@ class PrefillHandoff:
                 seconds = self._loop.time() - began
                 self._tell(session, KvReady(nonce=nonce, nbytes=nbytes, transfer_s=seconds))
 
-        pieces = test_pieces(message, sender, self._engine)
-        session.lane.submit(Copy(pieces, lambda _: None, end))
+        session.lane.submit(Copy(test.pieces, lambda _: None, end))
 
     def _tell_terminal(self, session: PrefillSession, answer: Answer) -> None:
         self._tell(session, answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from runtime.engine.contract import EngineControl, EngineRequest
+from runtime.engine.contract import EngineControl
 from runtime.errors import TransferError
 from runtime.kv.buffer import CpuBuffer, Reservation
 from runtime.link import LinkClosed
@@ -19,11 +19,10 @@ from runtime.protocol import (
     PeerReply,
     PrefillFailed,
     Released,
-    RequestId,
-    SamplingParams,
 )
 from runtime.transfer.decode_request import DecodeSession
 from runtime.transfer.reservations import Reservations, Waiter
+from runtime.transfer.spare_block import take_block
 from runtime.transfer.tcp import memory
 
 _PATTERN_BYTES = 64
@@ -104,14 +103,14 @@ async def prove_pool(
     """As `prove_path`, with a block of the device pool, whose blocks are numbered from `first`; if
     there is one to be had now, for requests come first.
     """
-    id_ = RequestId(f"path-test.{session.peer}.{session.welcome.session}")
-    request = EngineRequest(id_, (0,), SamplingParams(max_tokens=1), "decode")
-    adopted = engine.adopt(request, 1)
-    reservation = reservations.take_spare(0) if adopted else None
-    if adopted is None or reservation is None:
+    taken = take_block(engine, f"{session.peer}.{session.welcome.session}")
+    if taken is None:
+        return
+    id_, block = taken
+    reservation = reservations.take_spare(0)
+    if reservation is None:
         engine.drop(id_)
         return
-    [block] = adopted.blocks
     reservations.buffer.lend(reservation, (first + block,), lambda: engine.drop(id_))
     pattern = secrets.token_bytes(_PATTERN_BYTES)
     try:

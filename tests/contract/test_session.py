@@ -21,8 +21,9 @@ from rdma_lab import KINDS, devices_for, on_gpus, path_of
 
 from runtime.config import Address, PeerConfig, RdmaConfig
 from runtime.errors import TransferError
+from runtime.kv.region import Region
 from runtime.protocol import PeerState
-from runtime.transfer import peer_client, peer_server
+from runtime.transfer import cuda_ipc, peer_client, peer_server
 
 ELSEWHERE = PeerConfig("prefill-7", Address("", 0))
 
@@ -235,27 +236,35 @@ def test_auto_takes_cuda_ipc_between_gpus_of_one_host() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("broken", ["share", "map", "pool"])
+@pytest.mark.parametrize("broken", ["share", "map", "pool", "read"])
 def test_auto_takes_shm_where_a_gpu_cannot_be_reached_and_says_why(
     monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     def fail(*_: object) -> Any:
         raise TransferError("stand-in failure")
 
-    real = StandIn.share
-    wrong = {
-        "share": ("share", fail),
-        "map": ("map", fail),
+    def move_other(engine: Any, to: Region, source: Region, runs: Any) -> int:
+        return move(engine, to, Region(source.address + BLOCK_BYTES, source.nbytes), runs)
+
+    real, move = StandIn.share, cuda_ipc.move
+    wrong: tuple[Any, str, Any] = {
+        "share": (StandIn, "share", fail),
+        "map": (StandIn, "map", fail),
         # As if the place within the allocation were another: the path test sees it.
-        "pool": ("share", lambda self, address: (real(self, address)[0], 0)),
+        "pool": (StandIn, "share", lambda self, address: (real(self, address)[0], 0)),
+        # As if prefill read other blocks than meant.
+        "read": (cuda_ipc, "move", move_other),
     }[broken]
-    monkeypatch.setattr(StandIn, *wrong)
+    monkeypatch.setattr(*wrong)
 
     async def main() -> None:
         async with pair("shm", gpu=True, transfer="auto") as both:
             told = both.decode.role.peers()["prefill-0"].reason
             assert told.startswith("no cuda_ipc: ")
-            words = {"pool": "other bytes than those sent are in the device pool"}
+            words = {
+                "pool": "other bytes than those sent are in the device pool",
+                "read": "other bytes than those sent are in the buffer",
+            }
             assert words.get(broken, "stand-in failure") in told
             id_ = both.decode.ask((1, 2, 3, 4, 5), max_tokens=3)
             await both.decode.answer(id_)

@@ -22,10 +22,11 @@ from runtime.kv.gpu_swap import GpuCopies
 from runtime.kv.region import Region
 from runtime.protocol import RdmaMemory, Tokens
 from runtime.transfer import rdma_adapter, verbs
+from runtime.transfer.base import Runs
 from runtime.transfer.rdma import RdmaSender
 from runtime.transfer.rdma_adapter import RdmaAdapter, Registered
 from runtime.transfer.rdma_ports import choose_port
-from runtime.transfer.verbs import Device
+from runtime.transfer.verbs import Device, Write
 
 pytestmark = pytest.mark.rdma
 
@@ -130,22 +131,18 @@ def test_soft_roce_takes_no_dmabuf_and_the_next_way_is_tried(binding: str) -> No
 # ---- instances ---------------------------------------------------------------------------------
 
 
-async def answered(both: Pair, tokens: tuple[int, ...]) -> int:
-    """Blocks of the buffer that were held at most; the tokens are right."""
-    most = 0
+async def answered(both: Pair, tokens: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes that the GPUs of prefill and of decode copied for it; its tokens are right."""
+    engines = [instance.engine.copies.engine for instance in (both.prefill, both.decode)]
+    before = [engine.moved for engine in engines if isinstance(engine, StandIn)]
     id_ = both.decode.ask(tokens)
-
-    def look() -> object:
-        nonlocal most
-        most = max(most, both.decode.ledger.buffer_blocks)
-        return both.decode.last_of(id_)
-
-    await both.decode.until(look)
-    last = both.decode.last_of(id_)
+    last = await both.decode.answer(id_)
     assert isinstance(last, Tokens) and last.served is not None, last
     assert last.served.path == "rdma" and last.served.kv_bytes > 0
     assert both.decode.tokens_of(id_) == expected(tokens, 4)
-    return most
+    after = [engine.moved for engine in engines if isinstance(engine, StandIn)]
+    prefill, decode = (now - then for now, then in zip(after, before, strict=True))
+    return prefill, decode
 
 
 def reason(both: Pair) -> str:
@@ -155,12 +152,7 @@ def reason(both: Pair) -> str:
 def test_from_gpu_to_gpu_nothing_is_staged() -> None:
     async def scenario(both: Pair) -> None:
         assert reason(both) == ""
-        assert await answered(both, prompt(40)) == 0
-        for instance in (both.prefill, both.decode):
-            engine = instance.engine.copies.engine
-            assert isinstance(engine, StandIn)
-            # Decode's looked at the block of the path test.
-            assert engine.moved == (BLOCK_BYTES if instance is both.decode else 0)
+        assert await answered(both, prompt(40)) == (0, 0)
 
     drive("rdma_gpu", scenario)
 
@@ -184,10 +176,9 @@ def test_a_pool_that_cannot_be_registered_goes_by_the_cpu_and_says_why(
             "decode": "through the CPU buffer, not into the GPU: stand-in refusal",
         }
         assert reason(both) == words[side]
-        staged = both.prefill.engine.copies.engine
-        assert isinstance(staged, StandIn)
-        assert bool(await answered(both, prompt(40))) == (side == "decode")
-        assert bool(staged.moved) == (side == "prefill")
+        staged = 10 * BLOCK_BYTES
+        wanted = (staged, 0) if side == "prefill" else (0, staged)
+        assert await answered(both, prompt(40)) == wanted
 
     drive("rdma_gpu", scenario)
 
@@ -213,6 +204,29 @@ def test_a_pool_that_the_path_test_does_not_find_is_done_without(
         assert told.startswith("through the CPU buffer, not into the GPU: its path test failed: ")
         wrong = {"address": "other bytes than those sent are in the device pool", "key": "_ERR"}
         assert wrong[broken] in told
-        assert await answered(both, prompt(40)) > 0
+        assert await answered(both, prompt(40)) == (0, 10 * BLOCK_BYTES)
+
+    drive("rdma_gpu", scenario)
+
+
+def test_a_gpu_that_is_read_wrongly_is_found_by_the_path_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = RdmaSender._writes
+
+    def other_block(self: RdmaSender, base: int, source: Region, runs: Runs) -> list[Write]:
+        pool = self._adapter.pool
+        if pool and source == pool.region:
+            source = Region(source.address + BLOCK_BYTES, source.nbytes)
+        return real(self, base, source, runs)
+
+    async def scenario(both: Pair) -> None:
+        monkeypatch.setattr(RdmaSender, "_writes", other_block)
+        both.cut()
+        told = "path test over rdma: other bytes than those sent are in the buffer"
+        await both.decode.until(lambda: told in reason(both))
+        monkeypatch.undo()
+        await both.decode.until(lambda: reason(both) == "")
+        assert await answered(both, prompt(40)) == (0, 0)
 
     drive("rdma_gpu", scenario)
