@@ -139,8 +139,8 @@ def describe(answer: Answer) -> list[str]:
             f" ({served['cached_tokens']} of them from its prefix cache)"
         )
         lines.append(
-            f"{served['kv_bytes'] / 2**20:.1f} MiB of KV moved to {served['decode']}"
-            f" by {served['path']}, which had {served['decode_cached_tokens']} tokens:"
+            f"{served['kv_bytes'] / 2**20:.1f} MiB of KV moved by {served['path']} to"
+            f" {served['decode']}, which had {served['decode_cached_tokens']} of them:"
             f" {transfer:.1f} ms after the prompt was computed,"
             f" swap-in {swap_in:.1f} ms"
         )

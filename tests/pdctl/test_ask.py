@@ -7,14 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from pdctl import cli
-from pdctl.ask import API_KEY_ENV, Answer, ask, first_model
+from pdctl.ask import API_KEY_ENV, Answer, ask, describe, first_model
 from pdctl.errors import PdctlError
 
+README = Path(__file__).parents[2] / "README.md"
 PIECE = b'data: {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]}\n\n'
 
 
@@ -121,3 +123,25 @@ def test_an_endpoint_without_a_model_is_no_broken_one(
     with pytest.raises(PdctlError, match="serves no model now") as failure:
         first_model(url)
     assert "pdctl status" in failure.value.hint
+
+
+def test_the_readme_shows_it_as_it_is() -> None:
+    served = {
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "path": "shm",
+        "kv_bytes": 2_211_840,
+        "prompt_tokens": 42,
+        "cached_tokens": 0,
+        "decode_cached_tokens": 0,
+        "stages": {
+            "reserve": 0.2e-3,
+            "prefill_queue": 0.3e-3,
+            "prefill": 85.2e-3,
+            "transfer": 1.5e-3,
+            "swap_in": 0.0,
+        },
+    }
+    router_ms = {"admit": 0.1, "route": 0.2}
+    lines = describe(Answer("Paris.", "stop", 0.0928, 0.3739, 8, served, router_ms))
+    assert "\n".join(lines) in README.read_text()
