@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,14 +20,20 @@ def validate(
 ) -> None:
     """Check a topology; report every mistake at once.
 
-    Prints it with all defaults filled in.
+    Also whether the model's files are whole, when an instance is to run on this machine. Prints it
+    with all defaults filled in.
     """
+    from pdctl import models
     from pdctl.documents import topology_text, validate_document
     from pdctl.output import print_warning
     from pdctl.topology import load
 
     with errors_as(as_json):
         loaded = load(path)
+        wanted = loaded.topology
+        if any(wanted.hosts[i.host].local for i in wanted.instances()):
+            to_do = models.look(wanted.model, path.resolve().parent)
+            loaded = replace(loaded, warnings=(*loaded.warnings, *to_do))
     document = validate_document(loaded)
     if as_json:
         print_json(document)

@@ -1,7 +1,7 @@
 """Models by name: the known ones, where they lie on this machine, and how they get here.
 
 Called by the plan (`resolve`) and by `pdctl model` (`pull`, `list_models`). Does not know
-topologies, and does not look into weights beyond what tells a model from another file.
+topologies; of weights it knows only whether they can be whole.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from pdctl import wheelfile
+from pdctl import weights, wheelfile
 from pdctl.errors import ModelNotFound
 from pdctl.wheelfile import Progress, WheelFile
 
-_GGUF_MAGIC = b"GGUF"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
@@ -123,6 +122,16 @@ def resolve(model: str, base_dir: Path) -> ResolvedModel:
     raise _unknown(model)
 
 
+def look(model: str, base_dir: Path) -> list[str]:
+    """As `resolve`, but without network: what is still to be done. Raises ModelNotFound."""
+    if (known := KNOWN.get(model)) is not None:
+        here = wheelfile.have(known.file, cache_dir() / model)
+        return [] if here else [f"model {model} is not on this machine: pdctl model pull {model}"]
+    if _local_path(model, base_dir).exists() or not _is_hub_id(model):
+        resolve(model, base_dir)
+    return []
+
+
 def _local(model: str, path: Path) -> ResolvedModel:
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -130,23 +139,29 @@ def _local(model: str, path: Path) -> ResolvedModel:
                 f"model {model}: the folder {path} has no config.json",
                 hint="give a Hugging Face folder: config.json, tokenizer.json, *.safetensors",
             )
-        if not any(path.glob("*.safetensors")):
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
             raise ModelNotFound(
                 f"model {model}: the folder {path} has no *.safetensors",
                 hint="weights in other formats (.bin, .pth) are not read: convert them",
             )
+        for file in files:
+            _refuse_broken(model, file, "fetch it again")
         return ResolvedModel(path, path.name)
-    try:
-        with path.open("rb") as f:
-            magic = f.read(len(_GGUF_MAGIC))
-    except OSError as e:
-        raise ModelNotFound(f"model {model}: {path}: {e.strerror}") from e
-    if magic != _GGUF_MAGIC:
-        raise ModelNotFound(
-            f"model {model}: {path} is not a GGUF file",
-            hint="give a .gguf file, or the whole folder of a Hugging Face model",
-        )
+    _refuse_broken(model, path, "give a .gguf file, or the whole folder of a Hugging Face model")
     return ResolvedModel(path, path.stem)
+
+
+def _refuse_broken(model: str, file: Path, hint: str) -> None:
+    try:
+        fault = weights.fault(file)
+    except OSError as e:
+        raise ModelNotFound(f"model {model}: {file}: {e.strerror}") from e
+    if fault:
+        raise ModelNotFound(
+            f"model {model}: {file} {fault}",
+            hint="fetch it again" if "truncated" in fault else hint,
+        )
 
 
 def _unknown(model: str) -> ModelNotFound:

@@ -441,7 +441,7 @@ class Cluster:
         keys = list(self.machines)
         router, prefill, decode = (keys[min(i, len(keys) - 1)] for i in range(3))
         model = self.root / "model.gguf"
-        model.write_bytes(b"GGUF" + bytes(60))
+        model.write_bytes(b"GGUF\x03" + bytes(59))
         document: dict[str, Any] = {
             "name": name,
             "model": str(model),

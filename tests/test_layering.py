@@ -21,7 +21,8 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
         "__init__ errors events interrupts services shim sizes yaml_marks",
-        "topology_schema topology_checks topology wheelfile models wheels lockfile state init ask",
+        "topology_schema topology_checks topology weights wheelfile models wheels",
+        "lockfile state init ask",
         "plan batches scaling command completion",
         "hosts remote records",
         "agent health routing preflight",

@@ -32,7 +32,7 @@ def topology(cluster: Cluster, **sections: Any) -> str:
         del entry["python"]
     last = [{"host": keys[-1], "kv_cache": "1MiB"}]
     model = cluster.laptop / "model.gguf"
-    model.write_bytes(b"GGUF" + bytes(60))
+    model.write_bytes(b"GGUF\x03" + bytes(59))
     for machine in cluster.machines.values():  # they share our disk, but not this folder
         machine.sh(f"mount -t tmpfs none {cluster.laptop}")
     defaults = {"model": str(model), "hosts": hosts, "prefill": [], "decode": [], "mixed": last}
@@ -113,7 +113,7 @@ def test_what_was_cut_off_is_continued_and_what_is_damaged_is_not_kept(
     path = topology(cluster)
     model = cluster.laptop / "model.gguf"
     size = 48 << 20
-    model.write_bytes(b"GGUF" + bytes(size - 4))
+    model.write_bytes(b"GGUF\x03" + bytes(size - 5))
     options = ("--wheelhouse", str(wheels), "--model", "--json")
     # Killed, it cannot remove its scratch folder: let it be one that goes with the test.
     killed = cluster.start_pdctl("sync", path, *options, TMPDIR=str(cluster.root))

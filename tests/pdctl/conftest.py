@@ -58,7 +58,7 @@ def site(home: Home) -> Site:
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STUB}" "$@"\n')
     python.chmod(0o700)
     model = home.root / "model.gguf"
-    model.write_bytes(b"GGUF" + bytes(60))
+    model.write_bytes(b"GGUF\x03" + bytes(59))
     return Site(home, python, model)
 
 

@@ -97,7 +97,7 @@ def test_validate_prints_a_topology_that_is_valid_again(tmp_path: Path) -> None:
 def test_validate_json_has_services_and_hides_what_is_private(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(
-        "name: t\nmodel: m\nhosts: {a: {}}\nrouter: {bind: 0.0.0.0}\n"
+        "name: t\nmodel: some/m\nhosts: {a: {}}\nrouter: {bind: 0.0.0.0}\n"
         "mixed: [{env: {MY_TOKEN: hunter2, A: b}, secrets: [HF_TOKEN], replicas: 2, port: 8100}]\n"
     )
     result = invoke("validate", str(path), "--json")
@@ -111,11 +111,38 @@ def test_validate_json_has_services_and_hides_what_is_private(tmp_path: Path) ->
     assert len(document["warnings"]) == 1
 
 
+def test_validate_looks_for_the_model_where_it_is_to_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0\x01" + bytes(60))
+    path = tmp_path / "t.yaml"
+
+    def validate(model: str, host: str) -> tuple[int, str]:
+        path.write_text(f"name: t\nmodel: {model}\nhosts: {{a: {host}}}\nmixed: [{{}}]\n")
+        code, _, err = run_main(capsys, "validate", str(path))
+        return code, err
+
+    for model, says in (
+        ("smolm2-135m", "did you mean smollm2-135m?"),
+        ("missing.gguf", "does not exist"),
+        ("cut.gguf", "truncated"),
+    ):
+        code, err = validate(model, "{}")
+        assert code == 2 and says in err
+        assert validate(model, "{address: far.example}")[0] == 0, "it may be there"
+    code, err = validate("smollm2-135m", "{}")
+    assert code == 0 and err.startswith("warning: ") and "pdctl model pull smollm2-135m" in err
+    assert validate("no-such-owner/no-such-model", "{}") == (0, ""), "the network is not asked"
+
+
 def test_a_warning_goes_to_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "t.yaml"
-    path.write_text("name: t\nmodel: m\nhosts: {a: {}}\nrouter: {bind: 0.0.0.0}\nmixed: [{}]\n")
+    path.write_text(
+        "name: t\nmodel: some/m\nhosts: {a: {}}\nrouter: {bind: 0.0.0.0}\nmixed: [{}]\n"
+    )
     code, out, err = run_main(capsys, "validate", str(path))
     assert code == 0
     assert err.startswith(f"warning: {path}:4: router.bind: listens on 0.0.0.0")
@@ -177,7 +204,7 @@ def test_a_state_directory_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PDCTL_HOME", str(tmp_path / "file" / "home"))
-    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(60))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03" + bytes(59))
     path = tmp_path / "t.yaml"
     path.write_text("name: t\nmodel: m.gguf\nhosts: {a: {}}\nmixed: [{}]\n")
     code, out, err = run_main(capsys, "up", str(path))

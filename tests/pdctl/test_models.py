@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -21,7 +22,8 @@ from pdctl.errors import ModelNotFound, PdctlError
 from pdctl.models import KnownModel, ResolvedModel, list_models, pull, resolve
 from pdctl.wheelfile import WheelFile
 
-CONTENT = b"GGUF" + bytes(range(256)) * 64
+SAFETENSORS = struct.pack("<Q", 2) + b"{}" + bytes(14)
+CONTENT = b"GGUF\x03" + bytes(19) + bytes(range(256)) * 64
 MEMBER = "toy_model/toy.gguf"
 
 
@@ -249,7 +251,7 @@ def test_local_folder(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     with pytest.raises(ModelNotFound, match=r"no \*\.safetensors"):
         resolve("org/model", tmp_path)
-    (folder / "model.safetensors").write_bytes(b"x")
+    (folder / "model.safetensors").write_bytes(SAFETENSORS)
     assert resolve("org/model", tmp_path) == ResolvedModel(folder, "model")
 
 
@@ -261,16 +263,27 @@ def test_local_folder(tmp_path: Path) -> None:
         ("/no/such/folder", "does not exist"),
         ("org/model.gguf", "does not exist"),
         ("text.gguf", "not a GGUF file"),
-        ("empty.gguf", "not a GGUF file"),
+        ("empty.gguf", "too short to be weights"),
     ],
 )
 def test_wrong_paths(tmp_path: Path, model: str, says: str) -> None:
-    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "text.gguf").write_text("hello, this is text and no model")
     (tmp_path / "empty.gguf").write_bytes(b"")
     with pytest.raises(ModelNotFound, match=says) as error:
         resolve(model, tmp_path)
     assert error.value.exit_code == 2
     assert model in str(error.value) and error.value.hint
+
+
+def test_weights_that_are_cut_off_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 1, 0))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "folder" / "model.safetensors").write_bytes(SAFETENSORS[:-15] + b"0" * 20)
+    for model in ("m.gguf", "folder"):
+        with pytest.raises(ModelNotFound, match="truncated") as error:
+            resolve(model, tmp_path)
+        assert error.value.hint == "fetch it again"
 
 
 def test_a_misspelt_name_gets_a_guess(tmp_path: Path) -> None:
@@ -293,7 +306,7 @@ def test_a_hub_id_is_taken_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     (snapshot / "config.json").write_text("{}")
-    (snapshot / "model.safetensors").write_bytes(b"x")
+    (snapshot / "model.safetensors").write_bytes(SAFETENSORS)
     monkeypatch.setattr(hub, "snapshot_download", lambda repo, allow_patterns: str(snapshot))
     assert resolve("org/model", tmp_path) == ResolvedModel(snapshot, "org/model")
 
