@@ -115,7 +115,7 @@ def test_validate_looks_for_the_model_where_it_is_to_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0\x01" + bytes(60))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0\x01" + bytes(15))
     path = tmp_path / "t.yaml"
 
     def validate(model: str, host: str) -> tuple[int, str]:
