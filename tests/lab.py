@@ -3,6 +3,7 @@ on."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -21,6 +22,42 @@ PREFILL = {"host": "local", "threads": 1, "kv_cache": "256MiB"}
 DECODE = {"host": "local", "threads": 1, "kv_cache": "256MiB", "cpu_buffer": "128MiB"}
 
 MODEL_NAME = "smollm2"
+
+
+GUARD_S = 120.0
+_GUARD = """
+import subprocess, sys, time
+from pathlib import Path
+home, seconds = Path(sys.argv[1]), float(sys.argv[2])
+sys.stdin.read()
+deadline = time.monotonic() + seconds
+while time.monotonic() < deadline:
+    left = [p.name for p in home.glob("[!.]*")]
+    if not left:
+        break
+    for name in left:
+        subprocess.run([sys.executable, "-m", "pdctl", "down", name, "--timeout", "0"])
+    time.sleep(0.5)
+"""
+
+
+@contextlib.contextmanager
+def guarded(lab: Lab) -> Iterator[Lab]:
+    """What is still up in the lab goes down with this process, also when that is killed: pytest's
+    workers are, a few seconds after Ctrl-C. An `up` that goes on has the lock: it is tried again.
+    """
+    home = lab.env["PDCTL_HOME"]
+    with subprocess.Popen(
+        [sys.executable, "-c", _GUARD, home, str(GUARD_S)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=lab.env,
+        start_new_session=True,  # Ctrl-C is not for it
+    ) as guard:
+        assert guard.stdin is not None
+        with guard.stdin:
+            yield lab
 
 
 def descendants(pid: int) -> list[int]:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab import DECODE, PREFILL, Deployment, Lab, running
+from lab import DECODE, PREFILL, Deployment, Lab, guarded, running
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Lab:
-    return Lab(tmp_path_factory.mktemp("lab"), model_path)
+def lab(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Lab]:
+    with guarded(Lab(tmp_path_factory.mktemp("lab"), model_path)) as lab:
+        yield lab
 
 
 @pytest.fixture(scope="session")
