@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from runtime.errors import TransferError
 from runtime.kv.region import Region
-from runtime.protocol import RdmaEnd
+from runtime.protocol import RdmaEnd, RdmaMemory
 from runtime.transfer.base import PathKind, Receiver, ReceiverEvents, Runs, Sender
 from runtime.transfer.pool_put import by_target
 from runtime.transfer.rdma_adapter import RdmaAdapter
@@ -73,17 +73,15 @@ class RdmaSender(Sender):
         self._poll.register(self._queue.fd, select.POLLIN)
 
     def put(self, nonce: int, source: Region, runs: Runs, whole: int) -> int:
-        into_buffer, into_pool = by_target(runs, self._peer_bytes)
-        _check(into_buffer, source.nbytes, self._peer_bytes)
-        _check(into_pool, source.nbytes, self.pool_bytes)
+        targets = self._targets(runs)
+        for memory, part in targets:
+            _check(part, source.nbytes, memory.nbytes)
         nbytes = int(runs[:, 2].sum())
         try:
             with self._adapter.readable(source) as key:
-                if len(into_buffer):
-                    writes = self._writes(self._peer.address, source, into_buffer)
-                    self._write(writes, (key, self._peer.key))
-                if len(into_pool) and (pool := self._peer.pool):
-                    self._write(self._writes(pool.address, source, into_pool), (key, pool.key))
+                for memory, part in targets:
+                    writes = self._writes(memory.address, source, part)
+                    self._write(writes, (key, memory.key))
                 self._announce(nonce, whole)
                 self._wait(self._posted)
         except TransferError as e:
@@ -108,6 +106,15 @@ class RdmaSender(Sender):
         self.abort()
         _destroy(self._queue)
         self._words_memory.close()
+
+    def _targets(self, runs: Runs) -> list[tuple[RdmaMemory, Runs]]:
+        """The peer's buffer and pool, each with the runs that go there, counted from its start."""
+        peer, nbytes = self._peer, self._peer_bytes
+        buffer = RdmaMemory(address=peer.address, nbytes=nbytes, key=peer.key)
+        if peer.pool is None:
+            return [(buffer, runs)]
+        parts = zip((buffer, peer.pool), by_target(runs, nbytes), strict=True)
+        return [(memory, part) for memory, part in parts if len(part)]
 
     def _writes(self, base: int, source: Region, runs: Runs) -> list[Write]:
         """To the peer's memory at `base`: one for runs that follow each other there, such as those
