@@ -6,6 +6,7 @@ Calls block, so they belong on the threads of kv.swap.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -79,10 +80,13 @@ class PoolCopies(Protocol):
     def out(self, to: Region, runs: Runs) -> int:
         """From the pool into host memory; returns the bytes."""
 
-    def staging(self, nbytes: int) -> Region:
-        """Pinned host memory of the calling thread, reused by its next call: for what has to leave
-        the pool on its way to elsewhere.
+    def staging(self, nbytes: int) -> AbstractContextManager[Region]:
+        """Pinned host memory, for what has to leave the pool on its way to elsewhere. It is lent
+        again and again, and stays for good.
         """
+
+    def staging_of(self, region: Region) -> Region | None:
+        """The whole of the staging memory that was lent as this region; None: it was not."""
 
 
 class HostCopies:
@@ -97,5 +101,8 @@ class HostCopies:
     def out(self, to: Region, runs: Runs) -> int:
         return copy_region(to, self.pool, runs)
 
-    def staging(self, nbytes: int) -> Region:
+    def staging(self, nbytes: int) -> AbstractContextManager[Region]:
         raise AssertionError("a pool in host memory needs no staging")
+
+    def staging_of(self, region: Region) -> Region | None:
+        return None

@@ -7,11 +7,14 @@ blocks. cupy_engine.py is CUDA's side of it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 from runtime.errors import TransferError
 from runtime.kv.copies import CopyEngine, Runs
 from runtime.kv.region import Region
+from runtime.kv.swap import PIECE_BYTES
 
 # Enqueuing a copy takes the CPU a few microseconds, in which the bus moves about this much: so many
 # runs, shorter than that, should be faster as one kernel. A guess: tests/gpu/check.py times both.
@@ -25,7 +28,11 @@ class GpuCopies:
     def __init__(self, pool: Region, engine: CopyEngine) -> None:
         self.pool = pool
         self.engine = engine
-        self._mine = threading.local()
+        self._lock = threading.Lock()
+        self._staging: dict[int, Region] = {}
+        """By its address,"""
+        self._spare: list[Region] = []
+        """and what of it is not lent now."""
 
     def into(self, source: Region, runs: Runs) -> int:
         return move(self.engine, self.pool, source, runs)
@@ -33,11 +40,23 @@ class GpuCopies:
     def out(self, to: Region, runs: Runs) -> int:
         return move(self.engine, to, self.pool, runs)
 
-    def staging(self, nbytes: int) -> Region:
-        found: Region | None = getattr(self._mine, "staging", None)
-        if found is None or found.nbytes < nbytes:
-            found = self._mine.staging = self.engine.pinned(nbytes)
-        return Region(found.address, nbytes)
+    @contextlib.contextmanager
+    def staging(self, nbytes: int) -> Iterator[Region]:
+        with self._lock:
+            fits = [region for region in self._spare if region.nbytes >= nbytes]
+            if fits:
+                self._spare.remove(fits[0])
+        # As much as a piece of a copy has, so that nearly all are alike.
+        whole = fits[0] if fits else self.engine.pinned(max(nbytes, PIECE_BYTES))
+        self._staging[whole.address] = whole
+        try:
+            yield Region(whole.address, nbytes)
+        finally:
+            with self._lock:
+                self._spare.append(whole)
+
+    def staging_of(self, region: Region) -> Region | None:
+        return self._staging.get(region.address)
 
 
 def move(engine: CopyEngine, to: Region, source: Region, runs: Runs) -> int:

@@ -18,10 +18,10 @@ def pool_put(sender: Sender, copies: PoolCopies, nonce: int, runs: Runs, whole: 
         return copies.out(target, runs)
     lengths = runs[:, 2]
     at = np.cumsum(lengths) - lengths
-    staging = copies.staging(int(lengths.sum()))
-    copies.out(staging, np.stack([runs[:, 0], at, lengths], axis=1))
-    staged = np.stack([at, runs[:, 1], lengths], axis=1)
-    return sender.put(nonce, staging, staged, whole)
+    with copies.staging(int(lengths.sum())) as staging:
+        copies.out(staging, np.stack([runs[:, 0], at, lengths], axis=1))
+        staged = np.stack([at, runs[:, 1], lengths], axis=1)
+        return sender.put(nonce, staging, staged, whole)
 
 
 def by_target(runs: Runs, buffer_bytes: int) -> tuple[Runs, Runs]:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runtime.config import WorkerConfig
 from runtime.errors import ConfigError, TransferError
@@ -48,6 +48,7 @@ class RdmaAdapter:
     port: RdmaPort
     facts: PortFacts
     device: Device
+    copies: PoolCopies
     buffer: Registered | None
     """Decode's."""
     pool: Registered | None
@@ -56,6 +57,8 @@ class RdmaAdapter:
     """Of the GPU that `pool` is on."""
     no_pool: str = ""
     """Why a pool on a GPU is not registered."""
+    _staging: dict[int, Memory] = field(default_factory=dict, init=False)
+    """Registered when first sent from, by its address."""
 
     @classmethod
     def open(cls, port: RdmaPort, copies: PoolCopies, buffer: Region | None = None) -> RdmaAdapter:
@@ -70,28 +73,35 @@ class RdmaAdapter:
                 written = _pinned(device, buffer, remote_write=True)
             if copies.engine is None:
                 pool = None if buffer else _pinned(device, copies.pool, remote_write=False)
-                return cls(port, facts, device, written, pool, None)
+                return cls(port, facts, device, copies, written, pool, None)
             try:
                 found = register_gpu(
                     device, copies.pool, copies.engine, remote_write=buffer is not None
                 )
             except TransferError as e:
-                return cls(port, facts, device, written, None, None, str(e))
+                return cls(port, facts, device, copies, written, None, None, str(e))
             pool = Registered(copies.pool, *found)
-            return cls(port, facts, device, written, pool, copies.engine)
+            return cls(port, facts, device, copies, written, pool, copies.engine)
         except TransferError:
             device.close()
             raise
 
     @contextlib.contextmanager
     def readable(self, region: Region) -> Iterator[int]:
-        """Key of memory to send from, whose bytes are final: registered at the start, or for this
-        while.
+        """Key of memory to send from, whose bytes are final: registered for good, where it stays,
+        or for this while.
         """
         if self.pool and region == self.pool.region:
             if self.gpu:
                 self.gpu.await_model()
             yield self.pool.memory.lkey
+            return
+        if staging := self.copies.staging_of(region):
+            # Whoever has it is alone with it.
+            if staging.address not in self._staging:
+                memory = self.device.register(staging, remote_write=False)
+                self._staging[staging.address] = memory
+            yield self._staging[staging.address].lkey
             return
         memory = self.device.register(region, remote_write=False)
         try:
@@ -137,9 +147,9 @@ class RdmaAdapter:
 
     def close(self) -> None:
         """After all queue pairs. Raises TransferError when one is still open."""
-        for registered in (self.buffer, self.pool):
-            if registered:
-                registered.memory.close()
+        lasting = [each.memory for each in (self.buffer, self.pool) if each]
+        for memory in (*lasting, *self._staging.values()):
+            memory.close()
         self.device.close()
 
 

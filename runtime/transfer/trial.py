@@ -123,9 +123,9 @@ async def prove_pool(
 
 
 def _device_block(engine: EngineControl, block: int) -> bytes:
-    staging = engine.copies.staging(engine.layout.block_bytes)
-    engine.copies.out(staging, engine.pool_map.gather([block], [0]))
-    return bytes(memory(staging))
+    with engine.copies.staging(engine.layout.block_bytes) as staging:
+        engine.copies.out(staging, engine.pool_map.gather([block], [0]))
+        return bytes(memory(staging))
 
 
 async def _one_block(reservations: Reservations) -> Reservation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from runtime.kv.copies import Runs
 from runtime.kv.cupy_engine import CupyEngine
 from runtime.kv.gpu_swap import MANY, SHORT, GpuCopies
 from runtime.kv.region import Region
+from runtime.kv.swap import PIECE_BYTES
 from runtime.transfer.pool_put import pool_put
 
 SIZE = 64
@@ -66,14 +66,22 @@ def test_what_was_enqueued_before_an_error_is_waited_for() -> None:
     assert engine.moved == SIZE and not engine._mine.enqueued
 
 
-def test_each_thread_has_its_own_staging() -> None:
-    copies = GpuCopies(region(memory(8, 1)), StandIn())
-    mine, found = copies.staging(100), []
-    thread = threading.Thread(target=lambda: found.append(copies.staging(100)))
-    thread.start()
-    thread.join()
-    assert copies.staging(50).address == mine.address != found[0].address
-    assert copies.staging(5000).nbytes == 5000
+def test_staging_is_lent_to_one_at_a_time_and_again() -> None:
+    engine = StandIn()
+    copies = GpuCopies(region(memory(8, 1)), engine)
+    with copies.staging(100) as one, copies.staging(50) as other:
+        assert (one.nbytes, other.nbytes) == (100, 50)
+        assert one.address != other.address
+        assert copies.staging_of(one) == Region(one.address, PIECE_BYTES)
+    for _ in range(10):
+        with copies.staging(PIECE_BYTES) as again, pytest.raises(RuntimeError):
+            assert again.address in (one.address, other.address)
+            with copies.staging(1):
+                raise RuntimeError
+    with copies.staging(PIECE_BYTES + 1) as larger:
+        assert copies.staging_of(larger) == larger
+    assert len(engine._kept) == 3
+    assert copies.staging_of(copies.pool) is None
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])

@@ -35,6 +35,7 @@ class StandInDevice:
     def __init__(self, fails: int = 0) -> None:
         self.fails = fails
         self.registered: dict[int, bool] = {}
+        self.live: list[int] = []
         self.closed = False
 
     def open(self, name: str) -> Any:
@@ -48,7 +49,13 @@ class StandInDevice:
         if region.address == self.fails:
             raise TransferError("ibv_reg_mr: no")
         self.registered[region.address] = remote_write
-        return SimpleNamespace(lkey=1, rkey=region.address + 7, close=lambda: None)
+        self.live.append(region.address)
+        key = len(self.registered)
+
+        def close() -> None:
+            self.live.remove(region.address)
+
+        return SimpleNamespace(lkey=key, rkey=region.address + 7, close=close)
 
     def close(self) -> None:
         self.closed = True
@@ -106,6 +113,27 @@ def test_a_gpus_pool_that_cannot_be_is_done_without_and_the_reason_kept(
     assert "no dmabuf: " in made.no_pool and "no nvidia-peermem: ibv_reg_mr: no" in made.no_pool
     assert (made.buffer is not None) == (buffer is not None)
     assert not device.closed
+
+
+def test_what_stays_is_registered_once_and_other_memory_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, copies = StandInDevice(fails=POOL.address), GpuCopies(POOL, StandIn())
+    with peermem():
+        made = adapter_of(monkeypatch, device, copies)
+    keys = set()
+    for nbytes in (100, 5000):
+        with copies.staging(nbytes) as staging:
+            for _ in range(2):
+                with made.readable(staging) as key:
+                    keys.add(key)
+            assert device.live == [staging.address]
+    assert len(keys) == 1
+    with made.readable(REGION) as key:
+        assert key not in keys and REGION.address in device.live
+    assert device.live == [staging.address]
+    made.close()
+    assert device.live == [] and device.closed
 
 
 def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
