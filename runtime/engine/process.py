@@ -47,6 +47,8 @@ from runtime.transfer.mailbox import Mailbox
 _log = logging.getLogger(__name__)
 
 _ENGINE_STOP_S = 10.0
+_FRONT_DIED = signal.SIGUSR1
+"""From the kernel, and from nobody else: so the log can tell it from a SIGTERM."""
 _LOST_STOP_S = 1.0
 """After the loss of a rank: the engine waits for it in a step, and may do so for long."""
 
@@ -63,7 +65,7 @@ def run_core(config_path: Path, fd: int) -> int:
     if config.device == "cpu":
         # Pinning the buffer would else create a context on GPU 0 of a host that has one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(_FRONT_DIED)
     front = socket.socket(fileno=fd)
     try:
         code = asyncio.run(_Core(config, token, config_path).run(front))
@@ -90,13 +92,12 @@ class _Core:
         self._role: Role | None = None
         self._engine: Engine | None = None
         self._link: Link[Command] | None = None
-        self._front = os.getppid()
         self._stop = asyncio.Event()
         self._measuring: set[asyncio.Task[None]] = set()
 
     async def run(self, front: socket.socket) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, _FRONT_DIED):
             loop.add_signal_handler(number, self._on_signal, number)
         reader, writer = await asyncio.open_connection(sock=front)
         self._link = Link(reader, writer, Command)
@@ -178,8 +179,7 @@ class _Core:
         self._role.serve()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        died = "" if os.getppid() == self._front else ": the front has died"
-        self._end(f"{number.name}{died}")
+        self._end("the front has died" if number == _FRONT_DIED else number.name)
 
     def _end(self, why: str) -> None:
         """Said before all that follows from it is."""

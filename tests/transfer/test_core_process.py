@@ -221,9 +221,16 @@ def test_the_core_ends_with_its_front_and_leaves_nothing(tmp_path: Path, how: st
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("how", ["link", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("link", "the front is gone: "),
+        ("SIGTERM", "SIGTERM\n"),
+        ("SIGUSR1", "the front has died\n"),  # the kernel's word for it
+    ],
+)
 def test_requests_under_way_fail_for_what_ends_the_core(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, why: str
 ) -> None:
     async def scenario(cores: Cores) -> None:
         both = Deployment(cores, transfer="tcp")
@@ -234,14 +241,13 @@ def test_requests_under_way_fail_for_what_ends_the_core(
         if how == "link":
             await both.decode.close()
         else:
-            both.decode.process.send_signal(signal.SIGTERM)
+            both.decode.process.send_signal(getattr(signal, how))
             failed = (await both.decode.wait(id_)).last
             assert isinstance(failed, Failed)
             assert (failed.leg, failed.message) == ("decode", "decode-0 stops")
 
     run(tmp_path, scenario)
     said = capfd.readouterr().err
-    why = "the front is gone: " if how == "link" else "SIGTERM\n"
     assert f"this instance stops: {why}" in said
     assert "was lost" not in said
 
