@@ -187,7 +187,7 @@ def _saying_how_far(fleet: Fleet, purpose: str, report: Report) -> Iterator[set[
         still = set(ran)
         with contextlib.suppress(PdctlError, KeyboardInterrupt):  # then nothing better is known
             hosts = [session.host for session in fleet.sessions]
-            still = {name for names in on_all(hosts, left, changes=False) for name in names}
+            still = {name for names in on_all(hosts, left, undone=False) for name in names}
         stopped = ", ".join(sorted(ran - still)) or "nothing"
         running = ", ".join(sorted(ran & still)) or "nothing"
         report(Event("note", f"stopped: {stopped}; still running, or about to end: {running}"))
@@ -217,7 +217,7 @@ def _stop(
         for record in records:
             if record.name not in told and _is_in(record, wave):
                 report(Event("stop", record.state, record.name, record.host))
-        for found in fleet.stop(wave, grace_s):
+        for found in fleet.stop(wave, grace_s, undone=False):
             stopped, others = _judge(name, found, records)
             services.append(stopped)
             notes += others

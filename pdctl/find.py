@@ -204,7 +204,7 @@ def _ask(found: Found, addresses: Mapping[str, str | None], hosts: Mapping[str, 
         except PdctlError as e:
             return host, e
 
-    answers = on_all(machines(hosts.values()), ask, changes=False)
+    answers = on_all(machines(hosts.values()), ask, undone=False)
     for host, answer in answers:
         keys = {key for key, h in hosts.items() if h is host}
         address = addresses[next(iter(keys))]

@@ -64,12 +64,12 @@ def look(hosts: Iterable[Host], deployment: str | None) -> tuple[ServiceRecord, 
 
 
 def attempt_all(
-    items: Sequence[T], do: Callable[[T], R], *, changes: bool = True
+    items: Sequence[T], do: Callable[[T], R], *, undone: bool = True
 ) -> list[R | PdctlError]:
     """Run for all at once, and wait for all: what each gave, or why it failed.
 
     When interrupted too, so that nothing is changed any more while that is undone; but not where
-    nothing `changes`.
+    nothing will be `undone`.
     """
 
     def attempt(item: T) -> R | PdctlError:
@@ -84,12 +84,12 @@ def attempt_all(
     try:
         return list(pool.map(attempt, items))
     finally:
-        pool.shutdown(wait=changes)
+        pool.shutdown(wait=undone)
 
 
-def on_all(items: Sequence[T], do: Callable[[T], R], *, changes: bool = True) -> list[R]:
+def on_all(items: Sequence[T], do: Callable[[T], R], *, undone: bool = True) -> list[R]:
     """Run for all at once. After all have ended, raises what failed: of several, HostsFailed."""
-    outcomes = attempt_all(items, do, changes=changes)
+    outcomes = attempt_all(items, do, undone=undone)
     good = [o for o in outcomes if not isinstance(o, PdctlError)]
     raise_failures([o for o in outcomes if isinstance(o, PdctlError)], len(good))
     return good
@@ -221,16 +221,19 @@ class Fleet:
         return self.on_some(self.sessions, do)
 
     def on_some(
-        self, sessions: Sequence[Session], do: Callable[[Session], R]
+        self, sessions: Sequence[Session], do: Callable[[Session], R], *, undone: bool = True
     ) -> list[tuple[str, R]]:
         names = [s.host.name for s in sessions]
-        outcomes = dict(zip(names, attempt_all(sessions, do), strict=True))
+        outcomes = dict(zip(names, attempt_all(sessions, do, undone=undone), strict=True))
         failed = {n: o for n, o in outcomes.items() if isinstance(o, PdctlError)}
         self._settle(failed, len(outcomes) - len(failed))
         return [(n, o) for n, o in outcomes.items() if not isinstance(o, PdctlError)]
 
-    def stop(self, names: Names, grace_s: float) -> list[dict[str, Any]]:
-        """Stop these services; what was found afterwards. Hosts that have none are left alone."""
+    def stop(self, names: Names, grace_s: float, *, undone: bool = True) -> list[dict[str, Any]]:
+        """Stop these services; what was found afterwards. Hosts that have none are left alone.
+
+        `undone`: as for `attempt_all`.
+        """
         there = {id(s): self._there(s, names) for s in self.sessions}
 
         def stop(session: Session) -> dict[str, Any]:
@@ -238,7 +241,7 @@ class Fleet:
             return session.call("stop", payload, timeout=grace_s + CALL_TIMEOUT_S)
 
         concerned = [s for s in self.sessions if there[id(s)] != []]
-        answers = self.on_some(concerned, stop)
+        answers = self.on_some(concerned, stop, undone=undone)
         return [{**report, "host": host} for host, a in answers for report in a["services"]]
 
     def purge(self, names: Names) -> None:

@@ -116,7 +116,7 @@ def _gguf_bytes(data: mmap.mmap) -> int:
 
 
 def _safetensors_bytes(data: mmap.mmap) -> int:
-    (size,) = _U64.unpack_from(data)
+    size = int(_U64.unpack_from(data)[0])
     if size > _MOST_HEADER:
         raise _NotIt("is not a safetensors file")
     header = json.loads(data[_U64.size : _U64.size + size])

@@ -206,7 +206,11 @@ def _last_words(service: Service) -> str:
 
 
 def stop(base: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Stop services (none named: all), then look whether anything of them is left."""
+    """Stop services (none named: all), then look whether anything of them is left.
+
+    When the one who asks is gone it waits no longer, so that the next finds no lock: what was asked
+    to end does so under its supervisor.
+    """
     deployment, grace = request["deployment"], float(request["timeout"])
     marks = marked(os.path.join(base, deployment))
     names = request.get("services")
@@ -226,6 +230,8 @@ def stop(base: str, request: dict[str, Any]) -> dict[str, Any]:
             time.monotonic() >= deadline and not any("shim" in s.live() for s in alive)
         ):
             break
+        if _nobody_asks():
+            raise Refused("stop", "whoever asked for it is gone")
         time.sleep(POLL_S)
     swept = _sweep(services, time.monotonic() + SWEEP_TIMEOUT_S)
     marks = marked(os.path.join(base, deployment))
@@ -242,6 +248,13 @@ def stop(base: str, request: dict[str, Any]) -> dict[str, Any]:
             if not port["free"]
         ]
     return {"services": list(reports.values())}
+
+
+def _nobody_asks() -> bool:
+    """Whether the other end of our input is closed."""
+    asker = select.poll()
+    asker.register(0, 0)  # the end alone is always told
+    return any(event & select.POLLHUP for _, event in asker.poll(0))
 
 
 def _terminate(service: Service, marks: dict[str, list[Proc]], grace: float) -> list[int]:

@@ -117,6 +117,24 @@ def test_an_interrupt_does_not_wait_for_who_is_silent(cluster: Cluster) -> None:
     assert eventually(machines[0].clean, 30)
 
 
+def test_an_interrupted_down_does_not_wait_for_who_does_not_end(cluster: Cluster) -> None:
+    machines = cluster.add("gpu-a", "gpu-b", "gpu-c")
+    deaf = {"host": "gpu-c", "cpu_buffer": "1MiB", "env": {"STUB_IGNORE_TERM": "1"}}
+    assert cluster.pdctl("up", str(cluster.topology(decode=[deaf]))).rc == 0
+    down = cluster.start_pdctl("down", "demo", "--timeout", "600")
+    try:
+        eventually(lambda: not machines[1].listening(), 30)
+        down.send_signal(signal.SIGINT)
+        _, err = down.communicate(timeout=60)
+    finally:
+        down.kill()
+        down.wait()
+    assert down.returncode == 130, err
+    assert "stopped: prefill-0, router; still running, or about to end: decode-0\n" in err
+    assert machines[2].listening(), "it still has most of its ten minutes"
+    assert cluster.pdctl("down", "demo", "--timeout", "1", timeout=60).rc == 0
+
+
 def test_a_host_that_falls_silent_in_the_middle(cluster: Cluster) -> None:
     """It is given up once, also by the rollback, and the others are as before."""
     a, b, c = cluster.add("gpu-a", "gpu-b", "gpu-c")
