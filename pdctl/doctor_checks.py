@@ -95,6 +95,7 @@ def host_troubles(view: View, code: str, topology: Topology) -> Iterator[Trouble
         what = f"model {topology.model} is not there"
         yield Trouble(view.key, what, "run `pdctl sync TOPOLOGY --model`")
     yield from _limits(view, topology)
+    yield from _memory(view)
     yield from _gpus(view)
     yield from _rdma(view, topology)
     if abs(view.clock.ahead) - view.clock.error > SKEW_S:
@@ -123,6 +124,15 @@ def _limits(view: View, topology: Topology) -> Iterator[Trouble]:
     if facts["disk_free"] < DISK_BYTES:
         what = f"{format_size(facts['disk_free'] or 1)} of disk are left for logs and code"
         yield Trouble(view.key, what, "make room, or set PDCTL_HOME there", severe=False)
+
+
+def _memory(view: View) -> Iterator[Trouble]:
+    coming = [i for i in view.instances if i.name not in view.running and not i.group.devices]
+    wanted, free = sum(i.group.kv_cache for i in coming), int(view.facts["memory_free"])
+    if wanted > free:
+        names = " and ".join(i.name for i in coming)
+        what = f"{names}: kv_cache takes {format_size(wanted)} of memory and the model more"
+        yield Trouble(view.key, f"{what}, {format_size(free)} are free", "give them less")
 
 
 def _gpus(view: View) -> Iterator[Trouble]:

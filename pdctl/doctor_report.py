@@ -102,7 +102,7 @@ def doctor_document(found: Diagnosis) -> dict[str, Any]:
             "ports": v.probe["ports"],
             "running": sorted(v.running),
             **{k: v.facts[k] for k in ("python", "path", "memlock", "may_lock", "nofile")},
-            **{k: v.facts[k] for k in ("disk_free", "gpus", "rdma", "addresses")},
+            **{k: v.facts[k] for k in ("disk_free", "memory_free", "gpus", "rdma", "addresses")},
         }
         for v in found.views
     ]

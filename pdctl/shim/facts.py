@@ -37,6 +37,7 @@ def facts(base: str, request: dict[str, Any]) -> dict[str, Any]:
         "may_lock": _has_capability(CAP_IPC_LOCK),
         "nofile": _limit(resource.RLIMIT_NOFILE),
         "disk_free": free_bytes(base),
+        "memory_free": memory_free(),
         "gpus": gpus,
         "gpu_error": gpu_error,
         "rdma": _rdma(),
@@ -59,6 +60,13 @@ def _has_capability(number: int) -> bool:
     except (OSError, StopIteration):
         return False
     return bool(int(found.split()[1], 16) >> number & 1)
+
+
+def memory_free() -> int:
+    """Bytes that can be had without swapping, as the kernel estimates."""
+    with open("/proc/meminfo") as f:
+        found = next(line for line in f if line.startswith("MemAvailable:"))
+    return int(found.split()[1]) << 10
 
 
 # ---- addresses -----------------------------------------------------------------------------------

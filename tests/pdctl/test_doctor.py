@@ -35,7 +35,7 @@ PROBE = {
 }  # fmt: skip
 FACTS = {
     "python": "3.11.7", "path": "/bin", "memlock": -1, "may_lock": False, "nofile": 4096,
-    "disk_free": 1 << 40, "gpus": [], "gpu_error": "", "rdma": [],
+    "disk_free": 1 << 40, "memory_free": 1 << 40, "gpus": [], "gpu_error": "", "rdma": [],
     "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "docker0": ["172.17.0.1"]},
     "resolved": {"10.0.0.2": ["10.0.0.2"]}, "sources": {"10.0.0.1": "10.0.0.2"},
 }  # fmt: skip
@@ -79,6 +79,8 @@ def view(t: Topology, key: str = "b", **changed: Any) -> View:
         ({}, {"memlock": 8 << 20, "may_lock": True}, [], False),
         ({}, {"nofile": 256}, ["256 files", "nofile"], False),
         ({}, {"disk_free": 5 << 20}, ["5MiB of disk"], False),
+        ({}, {"memory_free": 1 << 20}, ["decode-0: kv_cache takes 1GiB", "1MiB are free"], True),
+        ({"devices": 0}, {"memory_free": 1, "gpus": [{"index": 0, "free": 1 << 40}]}, [], True),
         ({}, {"shm": {"free": 1 << 20, "total": 1 << 20}}, ["cpu_buffer needs 1GiB"], True),
         ({}, {"unwritable": "/h: Permission denied"}, ["/h: Permission denied"], True),
         ({}, {"model": ""}, ["model m is not there", "--model"], True),
