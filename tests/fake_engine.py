@@ -32,6 +32,7 @@ from runtime.engine.contract import (
     EngineFailed,
     EngineRequest,
     EngineStats,
+    Freed,
     Produced,
     SwapOut,
 )
@@ -122,6 +123,8 @@ class FakeEngine:
         self._counts = (0, 0, 0)
         self._taken = 0
         self._adopting = 0
+        self._refused: RequestId | None = None
+        self._eased = False
         self.paused: set[str] = set()
         """Any of prefill, adopt, decode; `prefill_after_first` lets one chunk through."""
         self.submitted: list[RequestId] = []
@@ -133,15 +136,17 @@ class FakeEngine:
         self._post(lambda: self._on_submit(request))
 
     def adopt(self, request: EngineRequest, most_new: int) -> Adopted | None:
-        if "adopt" in self.paused or self.stats().waiting:
-            return None
-        claim = self._cache.claim(
-            self._hashes(request.prompt),
-            self.layout.blocks_for(len(request.prompt)),
-            most_new=most_new,
-        )
-        if claim is None:
-            return None
+        with self._wake:
+            claim = None
+            if "adopt" not in self.paused and not self.stats().waiting:
+                claim = self._cache.claim(
+                    self._hashes(request.prompt),
+                    self.layout.blocks_for(len(request.prompt)),
+                    most_new=most_new,
+                )
+            if claim is None:
+                self._refused = request.id
+                return None
         adopted = _Request(request, claim.blocks, claim.cached, state="adopted")
         self._adopting += 1
         self._post(lambda: self._on_adopt(adopted))
@@ -156,6 +161,10 @@ class FakeEngine:
     def swap_out(self, request_id: RequestId) -> None:
         """As if there were no blocks for others to grow into."""
         self._post(lambda: self._on_swap_out(request_id))
+
+    def fail(self, request_id: RequestId) -> None:
+        """As if the model had failed on it."""
+        self._post(lambda: self._on_fail(request_id))
 
     def swapped_out(self, request_id: RequestId, kept: bool) -> None:
         self._post(lambda: self._on_swapped_out(request_id, kept))
@@ -188,7 +197,7 @@ class FakeEngine:
                 command()
             for request in list(self._requests.values()):
                 self._step(request)
-            self._count()
+            self._tell_freed()
             if self._step_s and self._requests:
                 time.sleep(self._step_s)
 
@@ -204,6 +213,7 @@ class FakeEngine:
 
     def pause(self, *kinds: str) -> None:
         self.paused = set(kinds)
+        self._eased = True
 
     # ---- engine thread --------------------------------------------------------------------------
 
@@ -217,8 +227,17 @@ class FakeEngine:
         waiting = sum(1 for r in self._requests.values() if r.state == "waiting")
         self._counts = (waiting, len(self._requests) - waiting, held)
 
+    def _tell_freed(self) -> None:
+        with self._wake:
+            self._count()
+            eased, self._eased = self._eased, False
+            refused, self._refused = self._refused, None if eased else self._refused
+        if eased and refused is not None:
+            self._emit(Freed(refused))
+
     def _on_submit(self, request: EngineRequest) -> None:
         self._taken += 1
+        self._eased = True
         assert request.id not in self._requests
         if FORBIDDEN_TOKEN in request.prompt:
             self._emit(EngineFailed(request.id, "a forbidden token", 400, "forbidden"))
@@ -244,6 +263,7 @@ class FakeEngine:
         request.state = "decoding"
         hashes = self._hashes(prompt)
         self._cache.index(zip(hashes, request.blocks[: len(hashes)], strict=True))
+        self._eased = True
 
     def _verified(self, request: _Request) -> bool:
         """Its prompt's KV is right; else it has failed."""
@@ -254,6 +274,11 @@ class FakeEngine:
                 self._emit(EngineFailed(request.request.id, text, 500))
                 return False
         return True
+
+    def _on_fail(self, request_id: RequestId) -> None:
+        if request := self._requests.get(request_id):
+            self._forget(request)
+            self._emit(EngineFailed(request_id, "told to fail", 500))
 
     def _on_swap_out(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -296,6 +321,7 @@ class FakeEngine:
         if claim is None:
             return
         request.blocks = claim.blocks
+        self._eased = True
         if kind == "adopt":
             request.state = "adopted"
             self._count()
@@ -310,6 +336,7 @@ class FakeEngine:
         if claim is None:
             return
         request.blocks = claim.blocks
+        self._eased = True
         for number, block in enumerate(request.blocks):
             self._fill(block, kv_block(request.request.prompt, number, self.layout))
         request.state = "decoding"
@@ -366,6 +393,7 @@ class FakeEngine:
                 # A copy that still reads or writes here is found out.
                 self._fill(block, np.full(self.layout.block_bytes, 0xDD, dtype=np.uint8))
         self._cache.release(request.blocks)
+        self._eased = True
         request.blocks, request.cached = (), 0
 
     def _fill(self, block: int, whole: np.ndarray[Any, Any]) -> None:

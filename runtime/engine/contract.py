@@ -99,7 +99,15 @@ class EngineFailed:
     """As in `protocol.Failed`."""
 
 
-EngineEvent = Produced | Computed | Adopted | SwapOut | EngineFailed
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """`adopt` was refused, last for this request; what it lacked may be there now. Once after a
+    refusal: who still wants blocks asks again."""
+
+    id: RequestId
+
+
+EngineEvent = Produced | Computed | Adopted | SwapOut | EngineFailed | Freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,8 @@ class EngineControl(Protocol):
     def adopt(self, request: EngineRequest, most_new: int) -> Adopted | None:
         """Mode decode: device blocks for the prompt at once, leading ones from the prefix cache,
         when it could run soon and at most `most_new` of them are not cached. As after `submit` and
-        its Adopted from then on. None: the engine knows nothing of it.
+        its Adopted from then on. None: the engine knows nothing of it, and emits Freed when it is
+        worth another try.
 
         For the thread that calls the other methods, and all-or-nothing: a request never holds some
         device blocks while it waits for others."""

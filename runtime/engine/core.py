@@ -25,6 +25,7 @@ from runtime.engine.contract import (
     EngineFailed,
     EngineRequest,
     EngineStats,
+    Freed,
     Produced,
 )
 from runtime.engine.group import Group
@@ -108,6 +109,8 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._arriving = 0
         self._adopting = 0
+        self._refused: RequestId | None = None
+        """By `adopt`, and Freed was not emitted since."""
         self._stopping = False
         self._stats = self._stepper.stats()
 
@@ -140,11 +143,12 @@ class Engine:
         now = time.monotonic()
         with self._wake:
             active = self._stats.running + self._adopting
+            claim = None
             # Who waits for blocks comes first.
-            if self._stats.waiting + self._arriving or active >= self._limits.max_num_seqs:
-                return None
-            claim = self._stepper.claim(request.prompt, _ROOM_TO_GROW * active, most_new)
+            if not self._stats.waiting + self._arriving and active < self._limits.max_num_seqs:
+                claim = self._stepper.claim(request.prompt, _ROOM_TO_GROW * active, most_new)
             if claim is None:
+                self._refused = request.id
                 return None
             self._adopting += 1
             self._inbox.append(lambda: self._stepper.adopt(request, claim, now))
@@ -215,8 +219,12 @@ class Engine:
         """Publishes the state, then the events that led to it: an event's effect is visible."""
         events = self._stepper.take_events()
         stats = self._stepper.stats()
+        eased = self._stepper.take_eased()
         with self._wake:
             self._stats = stats
+            if eased and self._refused is not None:
+                events.append(Freed(self._refused))
+                self._refused = None
         for event in events:
             self._emit(event)
 

@@ -44,6 +44,8 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._cache = cache
         self.preemptions = 0
+        self.eased = False
+        """Set when less waits, less runs, or more blocks are free or cached than before."""
         self._sequences: dict[RequestId, Sequence] = {}
         self._waiting: deque[Sequence] = deque()  # in order of arrival
         self._running: list[Sequence] = []  # in order of arrival
@@ -84,6 +86,7 @@ class Scheduler:
         sequence.num_computed = sequence.prompt_len
         sequence.tokens.append(first)
         sequence.resumed = True
+        self.eased = True
         self._run(sequence)
         self._index_blocks(sequence)
 
@@ -160,6 +163,7 @@ class Scheduler:
             if not (sequence.adopts or budget) or not self._claim(sequence, share=not handed_over):
                 break
             self._waiting.popleft()
+            self.eased = True
             if sequence.adopts:
                 sequence.state = State.ADOPTED
                 plan.adopted.append(sequence)
@@ -247,6 +251,7 @@ class Scheduler:
         insort(self._running, sequence, key=lambda s: s.order)
 
     def _free(self, sequence: Sequence) -> None:
+        self.eased = True
         self._cache.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0

@@ -97,6 +97,7 @@ class Stepper:
     # ---- between steps ----------------------------------------------------------------------
 
     def submit(self, request: EngineRequest, now: float) -> None:
+        self._scheduler.eased = True  # there is one less that only arrives
         if self._scheduler.get(request.id) is not None:
             log.error("request %s: a second request with this id is ignored", request.id)
             return
@@ -157,6 +158,11 @@ class Stepper:
         """Events since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def take_eased(self) -> bool:
+        """Whether `Engine.adopt` may give since the last call what it refused before."""
+        eased, self._scheduler.eased = self._scheduler.eased, False
+        return eased
 
     # ---- a step -----------------------------------------------------------------------------
 

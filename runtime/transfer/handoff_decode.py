@@ -21,6 +21,7 @@ from runtime.engine.contract import (
     EngineControl,
     EngineEvent,
     EngineFailed,
+    Freed,
     Produced,
     SwapOut,
 )
@@ -199,9 +200,10 @@ class DecodeHandoff:
     def session_down(self, session: DecodeSession, reason: str) -> None:
         """Fails, in this turn of the loop, everything that still needs the peer."""
         self.peers.lost(session)
-        for request in list(self._requests.values()):
-            if request.session is session and not request.all_landed:
-                self._fail(request, f"{session.peer} was lost: {reason}", 502, "prefill")
+        needing = [
+            r for r in self._requests.values() if r.session is session and not r.all_landed
+        ]
+        self._fail_all(needing, f"{session.peer} was lost: {reason}", "prefill")
         self.reservations.lose(session.writer)
 
     def on_peer(self, session: DecodeSession, message: PeerReply) -> None:
@@ -307,16 +309,19 @@ class DecodeHandoff:
         request.session.receiver.revoke(request.nonce)
         del request.session.requests[request.nonce]
         self.accounts.resumed(request)
+        self.reservations.pump()  # one less that only waits for its KV (pledges.py)
 
     # ---- from the engine ------------------------------------------------------------------------
 
     def on_engine(self, event: EngineEvent) -> None:
+        if isinstance(event, Freed):
+            self.reservations.pump()
+            return
         request = self._in_engine.get(event.id)
         if request is None:
             return
         if isinstance(event, Adopted):
             self._swap.place(request, event)
-            self.reservations.pump()
         elif isinstance(event, SwapOut):
             self._swap_outs.start(request, event)
         elif isinstance(event, Produced):
@@ -358,6 +363,13 @@ class DecodeHandoff:
                 code=code,
             )
         )
+        self.reservations.pump()
+
+    def _fail_all(self, requests: list[DecodeRequest], message: str, leg: Leg) -> None:
+        # None of them is served with what another one gives back.
+        self.reservations.leave(*(r.waiter for r in requests if r.waiter))
+        for request in requests:
+            self._fail(request, message, 502, leg)
 
     def _finish(
         self,
@@ -370,6 +382,7 @@ class DecodeHandoff:
         served = self.accounts.served(request)
         self._close(request, cancel_peer=cancel_peer)
         self._send(Tokens(id=request.message.id, tokens=tokens, finish=finish, served=served))
+        self.reservations.pump()
 
     def _close(self, request: DecodeRequest, *, cancel_peer: bool) -> None:
         """Give back all it holds; what a copy or the writer still uses goes when that ends."""
@@ -401,8 +414,7 @@ class DecodeHandoff:
 
     def stop(self) -> None:
         """The process will end: its requests fail for that, not for the loss of peers it leaves."""
-        for request in list(self._requests.values()):
-            self._fail(request, f"{self._config.name} stops", 502, "decode")
+        self._fail_all(list(self._requests.values()), f"{self._config.name} stops", "decode")
 
     def close(self) -> None:
         """The process ends: no timer fires and no event is sent after this."""

@@ -81,12 +81,9 @@ class Reservations:
             self._queue.append(waiter)
         self.pump()
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, *waiters: Waiter) -> None:
         """Stop waiting. A waiter that is not queued any more is ignored."""
-        try:
-            self._queue.remove(waiter)
-        except ValueError:
-            return
+        self._queue = deque(waiter for waiter in self._queue if waiter not in waiters)
         self.pump()
 
     def take_spare(self, count: int) -> Reservation | None:
@@ -104,7 +101,9 @@ class Reservations:
         self._buffer.abandon(reservation)
 
     def pump(self) -> None:
-        """Serve who can be served; called when blocks of the buffer or of the device came free."""
+        """Serve who can be served; called whenever what `needs` looks at may have changed for the
+        better.
+        """
         while self._queue:
             count = self._queue[0].needs(self._buffer.free_blocks)
             reservation = self._buffer.reserve(self._next_nonce + 1, count)

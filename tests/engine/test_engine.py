@@ -20,6 +20,7 @@ from runtime.engine.contract import (
     EngineEvent,
     EngineFailed,
     EngineRequest,
+    Freed,
     Mode,
     Produced,
 )
@@ -213,10 +214,91 @@ def test_adopt_never_overtakes_who_waits(serve: Serve) -> None:
     assert served.engine.adopt(two, 9) is None  # as many as may run
     served.submit("c", [1, 2, 3], "decode")
     served.engine.drop(one.id)
-    event = served.event()
+    while isinstance(event := served.event(), Freed):
+        assert served.engine.adopt(two, 9) is None
     assert isinstance(event, Adopted) and event.id == "c"
     served.engine.drop(event.id)
     assert served.idle()
+
+
+def decoding(name: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return EngineRequest(RequestId(name), tuple(prompt), params, "decode")
+
+
+def until_given(served: Served, wanted: EngineRequest, most_new: int = 99) -> None:
+    """Ask for blocks, and again only when told that it is worth it."""
+    while served.engine.adopt(wanted, most_new) is None:
+        while not isinstance(event := served.event(), Freed):
+            pass
+        assert event.id == wanted.id
+
+
+@pytest.mark.parametrize("how", ["finish", "drop", "fail"])
+def test_who_was_refused_hears_of_blocks_that_come_free(serve: Serve, how: str) -> None:
+    served = serve(kv_cache_bytes=9 * 4096)
+    holder, wanted = decoding("a", PROMPT), decoding("b", PROMPT[::-1])
+    assert served.engine.adopt(holder, 9) is not None
+    assert served.engine.adopt(wanted, 9) is None
+    if how == "drop":
+        served.engine.drop(holder.id)
+    else:
+        if how == "fail":
+            runner: Any = served.engine._runner
+            runner._decoder.weights.layers[1].down.fill_(torch.nan)
+        served.engine.resume(holder.id, OutputToken(1))
+    until_given(served, wanted)
+    served.engine.drop(wanted.id)
+    assert served.idle()
+
+
+def test_who_was_refused_hears_that_fewer_run(serve: Serve) -> None:
+    served = serve(max_num_seqs=1)
+    holder, wanted = decoding("a", [1, 2, 3]), decoding("b", [1, 2, 3])
+    assert served.engine.adopt(holder, 9) is not None
+    assert served.engine.adopt(wanted, 9) is None
+    served.engine.resume(holder.id, OutputToken(1))
+    until_given(served, wanted)
+    served.engine.drop(wanted.id)
+    assert served.idle()
+
+
+@pytest.mark.parametrize("how", ["drop", "admit", "refuse"])
+def test_who_was_refused_hears_that_fewer_wait(serve: Serve, how: str) -> None:
+    served = serve(kv_cache_bytes=12 * 4096)
+    holder, wanted = decoding("a", PROMPT), decoding("b", [1, 2, 3])
+    assert served.engine.adopt(holder, 9) is not None
+    with served.engine._wake:  # its thread does not see the next one before the other has asked
+        served.submit("c", [] if how == "refuse" else PROMPT[::-1], "decode")
+        assert served.engine.adopt(wanted, 9) is None
+    if how == "drop":
+        served.engine.drop(RequestId("c"))
+    elif how == "admit":
+        served.engine.drop(holder.id)
+    until_given(served, wanted)
+    for name in "abc":
+        served.engine.drop(RequestId(name))
+    assert served.idle()
+
+
+def test_who_was_refused_hears_of_a_prefix_that_is_cached(serve: Serve) -> None:
+    served = serve()
+    holder, wanted = decoding("a", PROMPT[:48], 400), decoding("b", PROMPT[:48])
+    assert served.engine.adopt(holder, 9) is not None
+    assert served.engine.adopt(wanted, 0) is None
+    served.engine.resume(holder.id, OutputToken(1))
+    until_given(served, wanted, most_new=0)
+    for name in "ab":
+        served.engine.drop(RequestId(name))
+    assert served.idle()
+
+
+def test_who_was_given_blocks_hears_nothing(serve: Serve) -> None:
+    served = serve()
+    request = decoding("a", PROMPT)
+    assert served.engine.adopt(request, 9) is not None
+    served.engine.drop(request.id)
+    assert served.idle() and served.quiet()
 
 
 def test_concurrent_requests_equal_those_alone(serve: Serve) -> None:

@@ -173,3 +173,61 @@ def test_random_schedules_in_a_small_pool(kind: str, seed: int) -> None:
             await answered(both, id_, tokens)
 
     drive(kind, scenario, **place(kind), kv_cache_bytes=40 * BLOCK_BYTES, buffer_blocks=24)
+
+
+@pytest.mark.parametrize("end", ["finish", "abort", "fail"])
+def test_who_waits_for_room_is_served_when_device_blocks_come_free(end: str) -> None:
+    """The buffer is taken for longer, and nothing of it comes free."""
+
+    async def scenario(both: Pair) -> None:
+        decode, requests = both.decode, both.handoff._requests
+        decode.engine.pause("decode")
+        first = decode.ask(prompt(96), max_tokens=2)  # 24 of 32 blocks of the device
+        await decode.until(lambda: requests[first].resumed)
+        both.prefill.engine.pause("prefill")
+        slow = decode.ask(prompt(96, seed=1))  # all 24 of the buffer
+        waits = decode.ask(prompt(48, seed=2))
+        assert (requests[slow].landing.direct, requests[waits].landing) == (False, None)
+        if end == "finish":
+            decode.engine.pause()
+        elif end == "abort":
+            decode.role.abort(first)
+        else:
+            decode.engine.fail(requests[first].engine_id)
+        await decode.until(lambda: requests[waits].landing)
+        assert requests[waits].landing.direct
+        assert decode.ledger.buffer_blocks == 24
+        both.prefill.engine.pause()
+        decode.engine.pause()
+        for seed, id_ in enumerate((slow, waits), start=1):
+            await answered(both, id_, prompt(96 if id_ == slow else 48, seed=seed))
+
+    drive("shm", scenario, device="cpu", buffer_blocks=24, kv_cache_bytes=32 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("end", ["resume", "abort"])
+def test_who_waits_for_room_is_served_when_less_of_the_pool_only_waits_for_kv(end: str) -> None:
+    async def scenario(both: Pair) -> None:
+        decode, requests = both.decode, both.handoff._requests
+        [session] = both.prefill.role._handoff._sessions.values()  # type: ignore[attr-defined]
+        with held(session.lane):
+            first = decode.ask(prompt(56))  # 14 of 64: half may wait for KV
+            await decode.until(lambda: requests[first].first)
+            both.prefill.engine.pause("prefill")
+            pledged = decode.ask(prompt(56, seed=1))
+            slow = decode.ask(prompt(56, seed=2))  # all of the buffer
+            waits = decode.ask(prompt(56, seed=3))
+            assert requests[first].landing.direct and requests[pledged].landing.direct
+            assert (requests[slow].landing.direct, requests[waits].landing) == (False, None)
+            decode.engine.pause("decode")
+            if end == "abort":
+                decode.role.abort(first)
+                assert requests[waits].landing.direct
+        await decode.until(lambda: requests[waits].landing)
+        assert requests[waits].landing.direct
+        both.prefill.engine.pause()
+        decode.engine.pause()
+        for seed, id_ in enumerate((pledged, slow, waits), start=1):
+            await answered(both, id_, prompt(56, seed=seed))
+
+    drive("shm", scenario, device="cpu", buffer_blocks=14, kv_cache_bytes=64 * BLOCK_BYTES)

@@ -14,7 +14,7 @@ from handoff_lab import drive as run
 from rdma_lab import BUFFERED
 
 from runtime.errors import TOO_LONG
-from runtime.protocol import Abort, Failed, RequestId, Tokens
+from runtime.protocol import Abort, Failed, Prefill, RequestId, Tokens
 from runtime.transfer.decode_request import DecodeRequest
 from runtime.transfer.prefill_request import Outgoing
 
@@ -380,6 +380,23 @@ def test_a_lost_link_fails_what_needs_the_peer_at_once_and_spares_the_rest(kind:
         again = decode.ask(prompt(64))
         await decode.answer(again)
         assert decode.tokens_of(again) == expected(prompt(64), 4)
+
+    run(kind, scenario, buffer_blocks=16)
+
+
+def test_what_a_lost_peer_gives_back_is_not_granted_to_who_needs_it_too(kind: str) -> None:
+    async def scenario(both: Pair) -> None:
+        both.prefill.engine.pause("prefill")
+        ids = [both.decode.ask(prompt(40, seed)) for seed in range(3)]  # 10 of 16 blocks each
+        session = both.handoff.peers._up["prefill-0"]
+        told: list[Any] = []
+        session.link.send = told.append
+        both.handoff.session_down(session, "cut")
+        assert [refusal(both, id_).status for id_ in ids] == [502, 502, 502]
+        assert not any(isinstance(message, Prefill) for message in told)
+        del session.link.send
+        both.cut()
+        both.prefill.engine.pause()
 
     run(kind, scenario, buffer_blocks=16)
 
