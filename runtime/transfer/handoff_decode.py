@@ -200,9 +200,7 @@ class DecodeHandoff:
     def session_down(self, session: DecodeSession, reason: str) -> None:
         """Fails, in this turn of the loop, everything that still needs the peer."""
         self.peers.lost(session)
-        needing = [
-            r for r in self._requests.values() if r.session is session and not r.all_landed
-        ]
+        needing = [r for r in self._requests.values() if r.session is session and not r.all_landed]
         self._fail_all(needing, f"{session.peer} was lost: {reason}", "prefill")
         self.reservations.lose(session.writer)
 
