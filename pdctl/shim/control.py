@@ -51,7 +51,8 @@ def start(base: str, request: dict[str, Any]) -> dict[str, Any]:
             _write_files(service, request)
         except (OSError, Refused):
             if fresh:
-                shutil.rmtree(service.dir, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove(service.dir)
                 forget_when_empty(base, service.deployment)
             raise
 
@@ -315,9 +316,19 @@ def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
             _keep_last(base, deployment, services, forget=everything)
     for s in services:
         if os.path.isdir(s.dir):
-            shutil.rmtree(s.dir)
+            _remove(s.dir)
     forget_when_empty(base, deployment)
     return {"purged": sorted(names)}
+
+
+def _remove(folder: str) -> None:
+    """The lock last: by it a removal that was killed is found and goes on, with the secrets."""
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name != "lock":
+            os.unlink(entry.path)
+    shutil.rmtree(folder)
 
 
 def _keep_last(base: str, deployment: str, services: list[Service], *, forget: bool) -> None:

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from .files import checked, private_dir, read_json, write_json
-from .service import service_names
+from .service import names_in, service_names
 
 FILE = ".deployment.json"
 
@@ -35,8 +35,11 @@ def forget_when_empty(base: str, deployment: str) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(_path(base, deployment))
-    with contextlib.suppress(OSError):  # somebody's own file is in it, or it was never made
-        os.rmdir(os.path.join(base, deployment))
+    folder = os.path.join(base, deployment)
+    # Empty folders too: of starts that were killed at once. Somebody's own files stay, with theirs.
+    for path in (*(os.path.join(folder, name) for name in names_in(folder)), folder):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
 
 
 def _path(base: str, deployment: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .files import base_of, checked
-from .service import Service, service_names
+from .service import Service, names_in, service_names
 
 POLL_S = 0.2
 ALIVE_S = 5.0
@@ -30,9 +30,9 @@ def tails(base: str, request: dict[str, Any]) -> dict[str, Any]:
     """Last lines by service (None: all). `.last` answers for those that are not here any more."""
     deployment, names = request["deployment"], request.get("services")
     if names is None:
-        kept = os.path.join(".last", checked(deployment))
+        kept = os.path.join(base, ".last", checked(deployment))
         suffix = ".out.log"
-        last = [n[: -len(suffix)] for n in service_names(base, kept) if n.endswith(suffix)]
+        last = [n[: -len(suffix)] for n in names_in(kept) if n.endswith(suffix)]
         names = service_names(base, deployment) or last
     logs = {n: tail(Service(base, deployment, n), request) for n in names}
     return {"logs": {n: lines for n, lines in logs.items() if lines is not None}}

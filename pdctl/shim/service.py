@@ -23,15 +23,22 @@ OWN_FILES = frozenset(
 )
 
 
-def service_names(base: str, deployment: str) -> list[str]:
+def names_in(folder: str) -> list[str]:
+    """Of what is there and not hidden; none in what is no folder."""
     try:
-        return sorted(n for n in os.listdir(os.path.join(base, deployment)) if NAME.match(n))
+        return sorted(n for n in os.listdir(folder) if NAME.match(n))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
+def service_names(base: str, deployment: str) -> list[str]:
+    """Folders with a record of ours. What else somebody put there is none of our business."""
+    folder = os.path.join(base, deployment)
+    return [n for n in names_in(folder) if not OWN_FILES.isdisjoint(names_in(f"{folder}/{n}"))]
+
+
 def deployment_names(base: str) -> list[str]:
-    return [n for n in service_names(base, ".") if service_names(base, n)]
+    return [n for n in names_in(base) if service_names(base, n)]
 
 
 class Service:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from free_ports import free_port
 from supervision import STUB, Lab, eventually, gone
 
 from pdctl.errors import HostCommandError
+from pdctl.shim import control
 
 ESCAPES = f"""
 import importlib.util, sys, time
@@ -227,6 +230,50 @@ def test_purge_keeps_the_last_logs_and_refuses_the_living(lab: Lab) -> None:
     assert kept == ["a.exit.json", "a.out.log"]
     logs = lab.call("tail", {"deployment": "demo", "lines": 3})["logs"]
     assert logs == {"a": ["hello"]}
+
+
+def test_what_somebody_else_put_there_is_no_service_and_stays(lab: Lab) -> None:
+    lab.start(lab.spec("print('hello')"))
+    demo = lab.home.dir("demo", "a").parent
+    (demo / "mine" / "deep").mkdir(parents=True)
+    (demo / "mine" / "deep" / "data").write_text("precious")
+    (demo / "notes.txt").write_text("mine")
+    (lab.home.base / "other" / "mine").mkdir(parents=True)
+    eventually(lambda: lab.status()["state"] == "exited")
+    found = lab.call("status", {})
+    assert [(s["deployment"], s["service"]) for s in found["services"]] == [("demo", "a")]
+    assert list(found["deployments"]) == ["demo"]
+    assert list(lab.call("tail", {"deployment": "demo", "lines": 3})["logs"]) == ["a"]
+    assert list(lab.stop()) == ["a"]
+    assert lab.call("purge", {"deployment": "demo"})["purged"] == ["a"]
+    assert sorted(p.name for p in demo.rglob("*")) == ["data", "deep", "mine", "notes.txt"]
+
+
+def test_a_purge_that_was_killed_is_finished_by_the_next(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far it came: what it left, a secret maybe, is still known for a service's."""
+    unlink, base = os.unlink, str(lab.home.base)
+    for crash_at in range(20):
+        lab.start(lab.spec("", files={"config.json": "{}"}), secret_files={"api_keys": "hush"})
+        lab.stop()
+        left = crash_at
+
+        def killed(*args: Any, **more: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+            unlink(*args, **more)
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(os, "unlink", killed)
+            control.purge(base, {"deployment": "demo"})
+        if left >= 0:
+            break
+        control.purge(base, {"deployment": "demo"})
+        assert not lab.home.dir("demo", "a").parent.exists(), crash_at
+    assert 4 < crash_at < 19
 
 
 def test_stop_and_purge_of_nothing_are_fine(lab: Lab) -> None:
