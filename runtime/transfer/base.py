@@ -34,8 +34,8 @@ class Sender(ABC):
     put_lands: ClassVar[bool]
     """The bytes are in place when `put` returns; otherwise only the receiver knows."""
     put_fences: ClassVar[bool] = True
-    """Nothing of a put that raised is written once a terminal message about it has arrived. False:
-    only the end of the session is proof of that.
+    """Nothing of a put that raised is written once a terminal message about it has arrived, and the
+    next put may do better. False: only the end of the session is proof of that, and so it ends.
     """
     reads_gpu: bool = False
     """`put` takes the device pool on this process's GPU as its source, too."""

@@ -31,6 +31,7 @@ from runtime.transfer.handoff_decode import DecodeHandoff
 from runtime.transfer.paths import CONNECT_S, ReceiverPaths
 from runtime.transfer.rdma import RdmaOffer
 from runtime.transfer.reservations import Writer
+from runtime.transfer.tcp import STALL_S
 from runtime.transfer.trial import fail_answers, prove_path, took_answer
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class _Session(DecodeSession):
 
     writer_stream: asyncio.StreamWriter = field(kw_only=True)
     heard: float = field(kw_only=True)
+    awaited: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By nonce of what was put and is not all here: how many blocks are, and since when."""
     why_lost: str = ""
     was_up: bool = False
 
@@ -65,6 +68,20 @@ class _Session(DecodeSession):
         """
         self.why_lost = self.why_lost or why
         self.writer_stream.transport.abort()
+
+    def stalled(self, now: float) -> bool:
+        """Whether KV that was put has stopped coming, though the peer answers; asked now and then.
+
+        A data connection may die alone, and with something between the two that acknowledges for
+        the other, no kernel sees it.
+        """
+        before, self.awaited = self.awaited, {}
+        for nonce, request in self.requests.items():
+            if request.ready and request.landing and not request.all_landed:
+                landed = request.landing.landed
+                count, since = before.get(nonce, (landed, now))
+                self.awaited[nonce] = (landed, since if landed == count else now)
+        return any(now - since > STALL_S for _, since in self.awaited.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +245,15 @@ class PeerClient:
         seq = 0
         while True:
             await asyncio.sleep(PING_S)
-            if self._loop.time() - session.heard > SILENCE_S:
+            now = self._loop.time()
+            if now - session.heard > SILENCE_S:
                 session.abort(f"silent for {SILENCE_S:g} s")
                 return
-            if session.writer.overdue(self._loop.time() - TERMINAL_S):
+            if session.writer.overdue(now - TERMINAL_S):
                 session.abort(f"blocks that nobody wants not given back for {TERMINAL_S:g} s")
+                return
+            if session.stalled(now):
+                session.abort(f"nothing of the KV that it has put came for {STALL_S:g} s")
                 return
             seq += 1
             with contextlib.suppress(LinkClosed):  # the receive loop sees it too

@@ -51,6 +51,13 @@ def _prepare(sock: socket.socket) -> None:
     # Buffer sizes are left to the kernel: it adapts them to the path, while fixed ones are capped
     # by net.core.{r,w}mem_max, by default far below what a fast network needs.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # The session's pings take another connection, so the kernel has to watch this one: an idle one
+    # is probed, which also keeps a firewall from forgetting it, and one whose peer acknowledges
+    # nothing for STALL_S ends.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(STALL_S / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
     sock.setblocking(True)
 
 
@@ -70,6 +77,8 @@ class TcpSender(Sender):
 
     path = "tcp"
     put_lands = False
+    # The receiver could fence it, but half a put is on the wire: no other can follow.
+    put_fences = False
 
     def __init__(self, socks: Sequence[socket.socket]) -> None:
         stall = struct.pack("@ll", int(STALL_S), int(STALL_S % 1 * 1e6))  # struct timeval
@@ -112,7 +121,8 @@ class TcpSender(Sender):
         except ValueError as e:
             raise TransferError(f"source memory: {e}") from e  # nothing was sent
         except OSError as e:
-            # Half a put may be on the wire: this connection has lost its framing for good.
+            # Half a put may be on the wire: this connection has lost its framing for good, and the
+            # session ends.
             self.abort()
             reason = f"no byte moved for {STALL_S:g} s" if isinstance(e, TimeoutError) else str(e)
             raise TransferError(f"data connection: {reason}") from e
@@ -199,8 +209,7 @@ class TcpReceiver(Receiver):
     def _read(self, sock: socket.socket) -> None:
         reason = "the data connection was closed"
         try:
-            # No deadline on an idle connection: the session's pings watch over it, and `close`
-            # wakes this.
+            # Waits as long as the connection lives; `close` wakes it.
             while (put := receive_header(sock.fileno())) is not None:
                 self._take(sock, put)
         except OSError as e:

@@ -129,6 +129,71 @@ def test_bytes_that_never_arrive_over_tcp_never_look_like_success() -> None:
     run("tcp", scenario)
 
 
+async def renewed(both: Pair, old: object) -> None:
+    """Another session is up, and serves."""
+    await both.decode.until(lambda: both.handoff.peers._up.get("prefill-0", old) is not old)
+    id_ = both.decode.ask(prompt(41))
+    await both.decode.answer(id_)
+    assert both.decode.tokens_of(id_) == expected(prompt(41), 4)
+
+
+def test_a_data_connection_that_dies_alone_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a firewall forgot it: the puts go nowhere, and the pings of both ends go on."""
+    monkeypatch.setattr(peer_client, "STALL_S", 0.2)
+
+    async def scenario(both: Pair) -> None:
+        change_put(both, lambda real, nonce, source, runs, whole: int(runs[:, 2].sum()))
+        old = both.handoff.peers._up["prefill-0"]
+        last = await both.decode.answer(both.decode.ask(prompt(40), deadline_s=600.0))
+        assert isinstance(last, Failed) and last.status == 502
+        assert "nothing of the KV that it has put came" in last.message
+        await renewed(both, old)
+
+    run("tcp", scenario)
+
+
+def test_kv_that_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is that blocks come, not when the last one does."""
+    monkeypatch.setattr(peer_client, "STALL_S", 5.0)
+
+    async def scenario(both: Pair) -> None:
+        session = both.handoff.peers._up["prefill-0"]
+        real, most = session.receiver.landed, 0
+        session.receiver.landed = lambda nonce, told: min(most, real(nonce, told))
+        id_ = both.decode.ask(prompt(40))
+        await both.decode.until(lambda: any(r.ready for r in session.requests.values()))
+        [nonce] = session.requests
+        for at in range(0, 60, 4):
+            most = at // 6
+            both.handoff.on_received(session, nonce)
+            assert not session.stalled(1000.0 + at)
+        assert session.stalled(1000.0 + at + 9)
+        most = 10
+        both.handoff.on_received(session, nonce)
+        await both.decode.answer(id_)
+        assert not session.stalled(2000.0)
+
+    run("tcp", scenario)
+
+
+def test_a_failed_put_over_tcp_ends_the_session() -> None:
+    """Whether or not decode sees the connection's end."""
+
+    def fail(real: Any, *put: Any) -> int:
+        raise TransferError("the wire is cut")
+
+    async def scenario(both: Pair) -> None:
+        change_put(both, fail)
+        old = both.handoff.peers._up["prefill-0"]
+        last = await both.decode.answer(both.decode.ask(prompt(40)))
+        assert isinstance(last, Failed) and last.status == 502
+        await renewed(both, old)
+
+    run("tcp", scenario)
+
+
 def test_a_bad_put_over_tcp_fails_its_request_only() -> None:
     async def scenario(both: Pair) -> None:
         def astray(real: Any, nonce: int, source: Any, runs: Any, whole: int) -> int:

@@ -15,7 +15,11 @@ from transport_rig import Rig, block_runs, eventually
 from runtime.errors import TransferError
 from runtime.kv.region import Region
 from runtime.transfer import tcp
-from runtime.transfer.tcp import TcpSender, memory
+from runtime.transfer.base import ReceiverEvents
+from runtime.transfer.tcp import TcpReceiver, TcpSender, memory
+
+TCP_REPAIR = 19
+"""linux/tcp.h: a socket that is closed in this mode says nothing to its peer."""
 
 
 @pytest.fixture
@@ -124,6 +128,42 @@ def test_only_the_first_blocks_count_as_landed(rig: Rig) -> None:
     put(rig, 1, [0], [4])
     eventually(lambda: rig.receiver.landed(1, 0) == 3)
     assert rig.bytes_of([4, 2, 6]) == rig.pool_bytes([0, 1, 2])
+
+
+def test_the_kernel_watches_each_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    sender = TcpSender([theirs])
+    receiver = TcpReceiver(
+        [ours], Region(0, 0), 1, ReceiverEvents(lambda _: None, print, print, print)
+    )
+    for sock in (theirs, ours):
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < tcp.STALL_S
+        timeout = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert timeout == tcp.STALL_S * 1000
+    receiver.close()
+    sender.close()
+
+
+def test_a_connection_that_vanished_unsaid_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "STALL_S", 2.0)
+    rig = Rig.make("tcp", blocks=8, size=4096)
+    rig.connect()
+    assert isinstance(rig.sender, TcpSender)
+    [sock] = rig.sender._socks
+    try:
+        # Without a packet, as where a host lost its power.
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    except PermissionError:
+        pytest.skip("needs CAP_NET_ADMIN")
+    else:
+        sock.close()
+        eventually(lambda: rig.closed)
+        assert rig.receiver.writer_gone()
+    finally:
+        rig.close()
 
 
 # ---- several streams -----------------------------------------------------------------------------
