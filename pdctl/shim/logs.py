@@ -6,6 +6,7 @@ follower was cut off. Writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -107,14 +108,16 @@ def follow() -> None:
                 # One that appears while we watch is shown from its beginning.
                 place = after.get(name) or (None if begun else [0, 0])
                 readers[name] = LogReader(Service(base, deployment, name), request, place)
-        begun = False
-        said = [
-            json.dumps({"service": name, "line": line, "at": at})
-            for name, reader in readers.items()
-            for line, at in reader.new_lines()
-        ]
-        if said or time.monotonic() - said_at >= ALIVE_S:
-            print("\n".join(said or ["{}"]), flush=True)
+        begun = said = False
+        for name, reader in readers.items():
+            for line, at in reader.new_lines():
+                print(json.dumps({"service": name, "line": line, "at": at}))
+                said = True
+        if not said and time.monotonic() - said_at >= ALIVE_S:
+            print("{}")
+            said = True
+        if said:
+            sys.stdout.flush()
             said_at = time.monotonic()
         if select.select([0], [], [], POLL_S)[0]:
             return  # pdctl closed the channel, or died
@@ -169,15 +172,13 @@ class LogReader:
             self.rest = b""
 
     def _read(self, path: str, size: int) -> Iterator[tuple[str, list[int]]]:
-        try:
-            with open(path, "rb") as f:
-                f.seek(self.offset)
-                data = f.read(min(CHUNK, max(0, size - self.offset)))
-        except OSError:
-            return
-        end = self.offset - len(self.rest)
-        self.offset += len(data)
-        *whole, self.rest = (self.rest + data).split(b"\n")
-        for line in whole:
-            end += len(line) + 1
-            yield line.decode(errors="replace"), [self.inode, end]
+        """From where we are up to `size`: at the next look the file may be another."""
+        with contextlib.suppress(OSError), open(path, "rb") as f:
+            f.seek(self.offset)
+            while data := f.read(min(CHUNK, max(0, size - self.offset))):
+                end = self.offset - len(self.rest)
+                self.offset += len(data)
+                *whole, self.rest = (self.rest + data).split(b"\n")
+                for line in whole:
+                    end += len(line) + 1
+                    yield line.decode(errors="replace"), [self.inode, end]

@@ -22,6 +22,7 @@ from pdctl.cli_edge import seconds_ago
 from pdctl.errors import UsageError
 from pdctl.find import Where
 from pdctl.logs import LogLine
+from pdctl.shim import logs
 from pdctl.shim.logs import LogReader, last_lines
 from pdctl.shim.service import Service
 
@@ -164,6 +165,25 @@ def test_a_restart_and_a_removal_lose_nothing(service: Service, tmp_path: Path) 
     assert lines(r) == []
     log.write_text("five\n")
     assert lines(r) == ["four", "five"]
+
+
+def test_more_than_one_piece_is_read_before_the_next_file(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a restart, and after a host was lost: what was written meanwhile may be much."""
+    monkeypatch.setattr(logs, "CHUNK", 100)
+    log = Path(service.path("out.log"))
+    log.write_text("one\n")
+    r = reader(service)
+    assert lines(r) == ["one"]
+    place = [log.stat().st_ino, 4]
+    much = [f"{number:050d}" for number in range(20)]
+    with log.open("a") as f:
+        f.write("".join(f"{line}\n" for line in much))
+    os.replace(log, service.path("out.log.1"))
+    log.write_text("".join(f"{line}\n" for line in much) + "end\n")
+    assert lines(r) == [*much, *much, "end"]
+    assert lines(reader(service, place)) == [*much, *much, "end"]
 
 
 def test_it_goes_on_where_another_stopped(service: Service) -> None:
