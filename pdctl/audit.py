@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pdctl.agent import shim_call
+from pdctl.errors import PdctlError
 from pdctl.find import ANYWHERE, Where, located
-from pdctl.fleet import on_all
+from pdctl.fleet import attempt_all
+from pdctl.hosts import Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +31,37 @@ class AuditEntry:
     result: str
 
 
-def audit(name: str | None, lines: int, where: Where = ANYWHERE) -> tuple[AuditEntry, ...]:
-    """The last changes on each host, oldest first. They are kept after `down`: without a name, of
-    the last deployment when there is none now.
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    name: str
+    entries: tuple[AuditEntry, ...]
+    """Oldest first."""
+    unreachable: dict[str, str]
+    """Host -> why its changes are not among them."""
+
+    def to_json(self) -> dict[str, Any]:
+        entries = [asdict(e) for e in self.entries]
+        return {"schema": "pdctl.audit/1", "entries": entries, "unreachable": self.unreachable}
+
+
+def audit(name: str | None, lines: int, where: Where = ANYWHERE) -> AuditReport:
+    """The last changes on each host. They are kept after `down`: without a name, of the last
+    deployment when there is none now.
     """
     with located(name, where, gone=True) as found:
         payload = {"deployment": found.name, "lines": lines}
-        answers = on_all(
-            found.reachable(), lambda h: (h.name, shim_call(h, "audit", payload)["audit"])
-        )
-    entries = [_entry(host, line) for host, found_lines in answers for line in found_lines]
-    return tuple(sorted(entries, key=lambda e: e.at))
 
+        def ask(host: Host) -> list[dict[str, Any]]:
+            return list(shim_call(host, "audit", payload)["audit"])
 
-def to_json(entries: Sequence[AuditEntry]) -> dict[str, Any]:
-    return {"schema": "pdctl.audit/1", "entries": [asdict(e) for e in entries]}
+        hosts, lost = found.reachable(), found.lost()
+        entries: list[AuditEntry] = []
+        for host, told in zip(hosts, attempt_all(hosts, ask, undone=False), strict=True):
+            if isinstance(told, PdctlError):
+                lost[host.name] = str(told)
+            else:
+                entries += [_entry(host.name, line) for line in told]
+        return AuditReport(found.name, tuple(sorted(entries, key=lambda e: e.at)), lost)
 
 
 def _entry(host: str, line: dict[str, Any]) -> AuditEntry:

@@ -23,6 +23,7 @@ from pdctl.cli_edge import (
     FileOption,
     HostOption,
     Name,
+    end_for,
     errors_as,
     mute_stdout,
     print_json,
@@ -37,7 +38,6 @@ from pdctl.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_UNREACHABLE,
     PdctlError,
 )
 
@@ -112,8 +112,7 @@ def down(
             typer.echo(
                 f"{result.name} {what}  ({how})" if running else f"{result.name} is not running"
             )
-    if result.unreachable:
-        raise typer.Exit(EXIT_UNREACHABLE)
+    end_for(result.unreachable, told=not as_json)
     raise typer.Exit(EXIT_OK if result.ok else EXIT_FAILED)
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ import typer
 
 from pdctl import __version__
 from pdctl.completion import complete_name
-from pdctl.errors import PdctlError, UsageError
+from pdctl.errors import EXIT_UNREACHABLE, PdctlError, UsageError
 
 if TYPE_CHECKING:
     from pdctl.find import Where
@@ -112,6 +112,16 @@ def print_json(document: dict[str, Any]) -> None:
     from pdctl.output import json_text
 
     typer.echo(json_text(document))
+
+
+def end_for(unreachable: Mapping[str, str], *, told: bool) -> None:
+    """After a result that some hosts are missing in: name them, if it has not, and exit with 5."""
+    from pdctl.output import print_warning
+
+    if unreachable:
+        for why in () if told else dict.fromkeys(unreachable.values()):
+            print_warning(why, sys.stderr)
+        raise typer.Exit(EXIT_UNREACHABLE)
 
 
 def advise(text: str) -> None:

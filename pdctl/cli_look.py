@@ -16,13 +16,14 @@ from pdctl.cli_edge import (
     HostOption,
     Name,
     NameOption,
+    end_for,
     errors_as,
     print_json,
     seconds_ago,
     where,
 )
 from pdctl.completion import complete_first_word, complete_service
-from pdctl.errors import EXIT_DEGRADED, EXIT_OK, EXIT_UNREACHABLE, UsageError
+from pdctl.errors import EXIT_DEGRADED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from pdctl.find import Where
@@ -62,8 +63,7 @@ def status(
         print_json(found.to_json())
     else:
         typer.echo(status_text(found, screen))
-    if found.unreachable:
-        raise typer.Exit(EXIT_UNREACHABLE)
+    end_for(found.unreachable, told=True)
     raise typer.Exit(EXIT_OK if found.healthy else EXIT_DEGRADED)
 
 
@@ -114,7 +114,8 @@ def logs(
 ) -> None:
     """Show the logs of all services, or of some, from all hosts.
 
-    With -f it goes on through restarts, and says when a host is lost and found again.
+    With -f it goes on through restarts, and says when a host is lost and found again. Without, it
+    exits with 5 when a host cannot be reached.
     """
     from pdctl import ops
     from pdctl.documents import LogPrinter
@@ -125,6 +126,7 @@ def logs(
         limit = lines if lines is not None else 50 if since is None else sys.maxsize
         query = ops.LogQuery(tuple(services or ()), limit, since_s)
         printer = LogPrinter(Screen.of(sys.stdout), bare=len(query.services) == 1)
+        lost: dict[str, str] = {}
         for entry in ops.logs(name, query, follow=follow, where=where(file, host)):
             if as_json:
                 typer.echo(json_line(entry.to_json()))
@@ -132,6 +134,9 @@ def logs(
                 typer.echo(printer.text(entry), err=entry.event != "line")
             if follow:
                 sys.stdout.flush()
+            elif entry.event == "lost":
+                lost[entry.host] = entry.line
+    end_for(lost, told=True)
 
 
 def audit(
@@ -146,21 +151,21 @@ def audit(
     """Show who changed what, and when; also of what is down.
 
     Without NAME, of the only deployment, or when there is none, of the last one. Times are those of
-    the hosts' clocks.
+    the hosts' clocks. Exits with 5 when a host cannot be reached.
     """
     from pdctl import ops
-    from pdctl.audit import to_json
     from pdctl.documents import audit_text
     from pdctl.output import Screen
 
     with errors_as(as_json, "asking the hosts"):
-        entries = ops.audit(name, lines, where(file, host))
+        report = ops.audit(name, lines, where(file, host))
     if as_json:
-        print_json(to_json(entries))
+        print_json(report.to_json())
     else:
-        if name is None and entries:
-            typer.echo(f"{entries[-1].deployment}:", err=True)
-        typer.echo(audit_text(entries, Screen.of(sys.stdout)))
+        if name is None and report.entries:
+            typer.echo(f"{report.name}:", err=True)
+        typer.echo(audit_text(report, Screen.of(sys.stdout)))
+    end_for(report.unreachable, told=False)
 
 
 def collect(
@@ -176,15 +181,17 @@ def collect(
     """Save logs, records, configuration and facts of the hosts in a folder; print its path.
 
     Secrets, tokens and API keys are taken out on the hosts. Look through it before you share it.
+    Exits with 5 when a host is missing in it.
     """
     from pdctl import ops
 
     with errors_as(as_json, "collecting from the hosts"):
         saved = ops.collect(name, folder, where(file, host))
     if as_json:
-        print_json({"schema": "pdctl.collect/1", "path": str(saved)})
+        print_json(saved.to_json())
     else:
-        typer.echo(saved)
+        typer.echo(saved.path)
+    end_for(saved.missing, told=False)
 
 
 def exec_command(
@@ -238,8 +245,9 @@ def exec_command(
 def lock_show(
     name: Name = None, file: FileOption = None, host: HostOption = None, as_json: AsJson = False
 ) -> None:
-    """Show who holds the lock."""
+    """Show who holds the lock. Exits with 5 when a host cannot be reached."""
     from pdctl import ops
+    from pdctl.documents import where_asked
 
     with errors_as(as_json, "asking the hosts"):
         report = ops.show_lock(name, where(file, host))
@@ -248,7 +256,8 @@ def lock_show(
     elif report.holders:
         _say(report.holders, err=False)
     else:
-        typer.echo(f"{report.name} is not locked")
+        typer.echo(f"{report.name} is not locked{where_asked(report.unreachable)}")
+    end_for(report.unreachable, told=False)
 
 
 @lock_app.command("break")
@@ -265,6 +274,7 @@ def lock_break(
     from there.
     """
     from pdctl import ops
+    from pdctl.documents import where_asked
 
     def agree(holders: Sequence[LockHolder]) -> bool:
         _say(holders, err=True)
@@ -279,9 +289,10 @@ def lock_break(
     if as_json:
         print_json(report.to_json())
     elif not report.holders:
-        typer.echo(f"{report.name} is not locked")
+        typer.echo(f"{report.name} is not locked{where_asked(report.unreachable)}")
     else:
         typer.echo(f"the lock on {report.name} is {'broken' if report.broken else 'left alone'}")
+    end_for(report.unreachable, told=False)
 
 
 def _say(holders: Sequence[LockHolder], *, err: bool) -> None:

@@ -52,8 +52,22 @@ class Evidence:
     """Why `up` failed."""
 
 
-def collect(name: str | None, folder: Path | None, where: Where = ANYWHERE) -> Path:
-    """Ask all hosts and write a new folder; its path. Raises PdctlError when it cannot be made."""
+@dataclass(frozen=True, slots=True)
+class Collected:
+    path: Path
+    missing: Mapping[str, str]
+    """As in `Evidence`."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "pdctl.collect/1",
+            "path": str(self.path),
+            "missing": dict(self.missing),
+        }
+
+
+def collect(name: str | None, folder: Path | None, where: Where = ANYWHERE) -> Collected:
+    """Ask all hosts and write a new folder. Raises PdctlError when it cannot be made."""
     with located(name, where) as found:
         status = assess(found)
 
@@ -62,17 +76,19 @@ def collect(name: str | None, folder: Path | None, where: Where = ANYWHERE) -> P
             return shim_call(host, "collect", payload, timeout=TIMEOUT_S)
 
         hosts = found.reachable()
-        outcomes = dict(zip((h.name for h in hosts), attempt_all(hosts, ask), strict=True))
-        failed = {n: e for n, e in outcomes.items() if isinstance(e, PdctlError)}
+        answers = attempt_all(hosts, ask, undone=False)
+        outcomes = dict(zip((h.name for h in hosts), answers, strict=True))
+        failed = {n: str(e) for n, e in outcomes.items() if isinstance(e, PdctlError)}
         evidence = Evidence(
             found.name,
             found.known.topology,
             {n: o for n, o in outcomes.items() if not isinstance(o, PdctlError)},
             found.records,
             status,
-            {key: str(error) for key, error in {**found.unreachable, **failed}.items()},
+            {**found.lost(), **failed},
         )
-    return save(evidence, folder or _fresh(f"pdctl-collect-{evidence.name}"))
+    path = save(evidence, folder or _fresh(f"pdctl-collect-{evidence.name}"))
+    return Collected(path, evidence.missing)
 
 
 def collect_failure(fleet: Fleet, path: Path, error: PdctlError) -> Path:

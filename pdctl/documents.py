@@ -6,10 +6,10 @@ Values that may be private are shown as ***; secrets never get this far.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from pdctl.audit import AuditEntry
+from pdctl.audit import AuditReport
 from pdctl.logs import LogLine
 from pdctl.output import HUES, Cell, Screen, Style, duration, table
 from pdctl.plan import Plan, Step, StepKind
@@ -162,7 +162,7 @@ def status_text(found: DeploymentStatus, screen: Screen) -> str:
     return "\n".join([*parts, *notes, *lost])
 
 
-def audit_text(entries: Sequence[AuditEntry], screen: Screen) -> str:
+def audit_text(report: AuditReport, screen: Screen) -> str:
     """A line per change, oldest first."""
     rows = [
         (
@@ -173,10 +173,17 @@ def audit_text(entries: Sequence[AuditEntry], screen: Screen) -> str:
             f"{e.user}@{e.machine}",
             f"{e.command or e.do} (pdctl {e.version})",
         )
-        for e in entries
+        for e in report.entries
     ]
     header = ("TIME (UTC)", "HOST", "SERVICE", "CHANGE", "WHO", "COMMAND")
-    return table(header, rows, screen) if rows else "no change was recorded"
+    if rows:
+        return table(header, rows, screen)
+    return "no change was recorded" + where_asked(report.unreachable)
+
+
+def where_asked(unreachable: Mapping[str, str]) -> str:
+    """Ends a sentence that something is not: it may be on the hosts that did not answer."""
+    return " on the hosts that answered" if unreachable else ""
 
 
 class LogPrinter:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pdctl.agent import answered, open_shim, request_text
 from pdctl.errors import HostCommandError, UsageError
 from pdctl.find import ANYWHERE, HERE, Where, located, whereabouts
-from pdctl.fleet import opened
+from pdctl.fleet import opened, raise_failures
 from pdctl.hosts import Host
 
 SILENCE_S = 30.0
@@ -38,6 +38,8 @@ def on_service(
         records = sorted(
             (r for r in found.records if r.name == service), key=lambda r: r.alive, reverse=True
         )
+        if not records and found.unreachable:  # it may be there
+            raise_failures([*found.unreachable.values()], len(found.reachable()))
         if not records:
             there = ", ".join(sorted({r.name for r in found.records})) or "none"
             raise UsageError(f"{found.name} has no service {service}", hint=f"services: {there}")

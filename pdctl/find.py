@@ -1,7 +1,7 @@
 """Where a deployment is: by the local cache, a topology file, or the address of any of its hosts.
 
 Each host's record names all hosts of its deployment, so one that answers leads to the others. Only
-reads. What cannot be reached is part of the answer; only when nothing can be is it an error.
+reads. What cannot be reached is part of the answer.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class Found:
     def reachable(self) -> list[Host]:
         return machines(h for key, h in self.hosts.items() if key not in self.unreachable)
 
+    def lost(self) -> dict[str, str]:
+        """For a result: of `unreachable`, the errors in words."""
+        return {key: str(error) for key, error in self.unreachable.items()}
+
     def by_address(self) -> dict[str | None, Host]:
         """Open hosts that are called by their key; not those that were given by address."""
         named = {key: h for key, h in self.hosts.items() if h.name in self.hosts or h.is_local}
@@ -87,7 +91,8 @@ class Found:
 
 @contextlib.contextmanager
 def located(name: str | None, where: Where = ANYWHERE, *, gone: bool = False) -> Iterator[Found]:
-    """Look at all hosts of a deployment. Raises PdctlError when no host answers.
+    """Look at all hosts of a deployment. Those that do not answer are in `unreachable`, and may be
+    all; whoever shows what was found names them. Raises PdctlError when its name is not known then.
 
     `gone`: also of one that is down, where it was; without a name, the last one.
     """

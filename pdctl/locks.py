@@ -7,11 +7,13 @@ without a word, so that the host still waits for its pdctl.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pdctl.agent import shim_call
 from pdctl.find import ANYWHERE, Found, Where, located
+from pdctl.fleet import on_all
+from pdctl.hosts import Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class LockHolder:
 class LockReport:
     name: str
     holders: tuple[LockHolder, ...]
+    unreachable: dict[str, str]
+    """Host -> why nothing is known of its lock."""
     broken: bool = False
     """They held it until now."""
 
@@ -58,6 +62,7 @@ class LockReport:
             "name": self.name,
             "holders": holders,
             "broken": self.broken,
+            "unreachable": self.unreachable,
         }
 
 
@@ -67,7 +72,7 @@ def holders(found: Found) -> tuple[LockHolder, ...]:
 
 def show(name: str | None, where: Where = ANYWHERE) -> LockReport:
     with located(name, where) as found:
-        return LockReport(found.name, holders(found))
+        return LockReport(found.name, holders(found), found.lost())
 
 
 def break_locks(
@@ -76,14 +81,17 @@ def break_locks(
     """End the shims that hold the lock, when `agree` does; with hosts given, only there."""
     with located(name, where) as found:
         held = {h: e for h, e in _held(found).items() if not where.hosts or h in where.hosts}
-        report = LockReport(found.name, _parsed(held))
+        lost = {h: e for h, e in found.lost().items() if not where.hosts or h in where.hosts}
+        report = LockReport(found.name, _parsed(held), lost)
         if not held or not agree(report.holders):
             return report
-        for host in found.reachable():
-            if host.name in held:
-                payload = {"deployment": found.name, "shim": held[host.name].get("shim")}
-                shim_call(host, "break", payload)
-        return LockReport(found.name, report.holders, broken=True)
+
+        def end(host: Host) -> None:
+            payload = {"deployment": found.name, "shim": held[host.name].get("shim")}
+            shim_call(host, "break", payload)
+
+        on_all([h for h in found.reachable() if h.name in held], end)
+        return replace(report, broken=True)
 
 
 def _parsed(held: Mapping[str, dict[str, Any]]) -> tuple[LockHolder, ...]:

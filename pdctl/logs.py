@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pdctl.agent import open_shim, request_text, shim_call
 from pdctl.errors import PdctlError, UsageError
 from pdctl.find import ANYWHERE, Found, Where, located
-from pdctl.fleet import on_all, raise_failures
+from pdctl.fleet import attempt_all, raise_failures
 from pdctl.hosts import Channel, Host
 
 SILENCE_S = 20.0
@@ -73,27 +73,30 @@ def logs(
     """
     with located(name, where) as found:
         if follow:
-            _check(found.name, query.services, [r.name for r in found.records])
+            if not found.unreachable:  # else they may be there, and are followed when it is back
+                _check(found.name, query.services, [r.name for r in found.records])
             yield from _follow(found, query)
         else:
             yield from _last(found, query)
 
 
 def _last(found: Found, query: LogQuery) -> Iterator[LogLine]:
-    for key, error in found.unreachable.items():
-        yield LogLine("", str(error), key, "lost")
     payload, names = query.payload(found.name), _host_names(found)
-    answers = on_all(found.reachable(), lambda h: (h.name, shim_call(h, "tail", payload)["logs"]))
-    logs = {
-        (service, names.get((host, service), host)): lines
-        for host, by_service in answers
-        for service, lines in by_service.items()
-    }
+    hosts, lost = found.reachable(), dict(found.unreachable)
+    logs: dict[tuple[str, str], list[str]] = {}
+    answers = attempt_all(hosts, lambda h: shim_call(h, "tail", payload)["logs"], undone=False)
+    for host, told in zip((h.name for h in hosts), answers, strict=True):
+        if isinstance(told, PdctlError):
+            lost[host] = told
+        else:
+            logs.update({(s, names.get((host, s), host)): lines for s, lines in told.items()})
+    for key, error in lost.items():
+        yield LogLine("", str(error), key, "lost")
     known = {service for service, _ in logs}
     if query.services:  # only those were looked for, and one that runs may have no log yet
         known |= {r.name for r in found.records}
-    if not known and found.unreachable:
-        raise_failures([*found.unreachable.values()], len(found.reachable()))
+    if lost and (not known or not known.issuperset(query.services)):  # they may be there
+        raise_failures([*lost.values()], len(found.answers.keys() - lost.keys()))
     _check(found.name, query.services, sorted(known))
     order = query.services or sorted(known)
     for service, host in sorted(logs, key=lambda key: (order.index(key[0]), key[1])):

@@ -13,8 +13,8 @@ deployments, resolve_name   which there are, and which one is meant
 
 from __future__ import annotations
 
-from pdctl.audit import AuditEntry, audit
-from pdctl.collect import collect
+from pdctl.audit import AuditEntry, AuditReport, audit
+from pdctl.collect import Collected, collect
 from pdctl.down import DownResult, StoppedService, down, down_orphans
 from pdctl.drain import DrainOptions, DrainResult, drain
 from pdctl.events import Event, EventKind, Report, silent
@@ -31,6 +31,8 @@ from pdctl.up import UpOptions, UpResult, plan_up, up
 __all__ = [
     "Command",
     "AuditEntry",
+    "AuditReport",
+    "Collected",
     "LockHolder",
     "LockReport",
     "audit",

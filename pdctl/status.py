@@ -138,7 +138,7 @@ def assess(found: Found) -> DeploymentStatus:
         found.name,
         _endpoint(services),
         tuple(sorted(services, key=_order)),
-        unreachable={key: str(error) for key, error in found.unreachable.items()},
+        unreachable=found.lost(),
         hosts_ok=len(found.reachable()),
         locks=holders(found),
     )

@@ -22,7 +22,7 @@ SLEEP = "import time; time.sleep(600)"
 
 
 def entries(lines: int = 100) -> list[tuple[str, str, str]]:
-    return [(e.do, e.service, e.result) for e in ops.audit("demo", lines, HERE)]
+    return [(e.do, e.service, e.result) for e in ops.audit("demo", lines, HERE).entries]
 
 
 def test_a_line_for_every_change_and_they_outlive_down(home: Home, lab: Lab) -> None:
@@ -42,7 +42,7 @@ def test_a_line_for_every_change_and_they_outlive_down(home: Home, lab: Lab) -> 
         ("purge", "a", "records removed"),
     ]
     assert entries(1) == [("purge", "a", "records removed")]
-    entry = ops.audit("demo", 1, HERE)[0]
+    entry = ops.audit("demo", 1, HERE).entries[0]
     assert (entry.pid, entry.version, entry.host) == (os.getpid(), __version__, "local")
     file = home.base / ".audit" / "demo.log"
     assert oct(file.stat().st_mode & 0o777) == "0o600"
@@ -67,7 +67,7 @@ def test_who_and_which_command_and_no_secret(
     assert ops.audit(None, 100) == found, "also where another machine took it down"
     assert ops.down("demo", 2.0, ops.silent).notes == (), "it is known to be gone"
     assert ops.down("dmeo", 2.0, ops.silent).notes == ("no deployment dmeo has ever run here",)
-    assert {(e.command, e.do) for e in found} == {
+    assert {(e.command, e.do) for e in found.entries} == {
         ("up", "start"),
         ("down", "stop"),
         ("down", "purge"),
@@ -100,9 +100,7 @@ def test_what_cannot_be_written_stops_no_change(lab: Lab) -> None:
 
 
 def test_as_a_document(home: Home, lab: Lab) -> None:
-    from pdctl.audit import to_json
-
     lab.start(lab.spec(SLEEP))
     lab.stop()
-    document = json.loads(json.dumps(to_json(ops.audit("demo", 5, HERE))))
+    document = json.loads(json.dumps(ops.audit("demo", 5, HERE).to_json()))
     assert document["schema"] == "pdctl.audit/1" and len(document["entries"]) == 2

@@ -50,7 +50,7 @@ def test_everything_is_there_and_nothing_private(home: Home, running: Path) -> N
     with (home.dir("demo", "decode-0") / "out.log").open("a") as log:
         log.write(f"the hub said {SECRETS[0]} and open-in-file-77\nAuthorization: Bearer {token}\n")
         log.write(f'{{"password": "{SECRETS[3]}", "prompt_tokens": 12}}\nkeys {SECRETS[2]}\n')
-    folder = ops.collect("demo", None)
+    folder = ops.collect("demo", None).path
     assert folder.name.startswith("pdctl-collect-demo-") and folder.parent == Path.cwd()
     assert_private(folder)
     found = files(folder)
@@ -76,7 +76,8 @@ def test_it_is_never_written_into_what_is_there(running: Path, tmp_path: Path) -
     target = tmp_path / "mine"
     argv = [sys.executable, "-m", "pdctl", "collect", "demo", "-o", str(target)]
     first = subprocess.run([*argv, "--json"], capture_output=True, text=True, timeout=60)
-    assert json.loads(first.stdout) == {"schema": "pdctl.collect/1", "path": str(target)}
+    made = {"schema": "pdctl.collect/1", "path": str(target), "missing": {}}
+    assert json.loads(first.stdout) == made and first.returncode == 0
     with pytest.raises(StateError, match="is there already"):
         ops.collect("demo", target)
 

@@ -75,7 +75,7 @@ def test_it_is_broken_by_identity_when_agreed(home: Home, other: subprocess.Pope
     assert not locked() and list((home.base / ".locks").iterdir()) == []
     with Session(LocalHost(), "demo", purpose="up", wait_s=0):
         pass
-    (entry,) = ops.audit("demo", 10, HERE)
+    (entry,) = ops.audit("demo", 10, HERE).entries
     assert (entry.do, entry.result) == ("break", f"broke the lock of {report.holders[0].text}")
 
 
