@@ -280,6 +280,8 @@ class PeerClient:
             else:
                 session.abort(f"path test over {what}: {e}")
         else:
+            if session.writer.lost:
+                return  # in the turn in which the answer came
             reason = session.reason
             _log.info("%s is up over %s%s", session.peer, session.path, reason and f" ({reason})")
             session.was_up = True

@@ -31,14 +31,13 @@ _LOOK_S = 0.0002
 
 
 def took_answer(session: DecodeSession, message: PeerReply) -> bool:
-    """Whether the message ends a path test; then whoever waits for that has it."""
+    """Whether the message ends a path test that is waited for; then whoever waits has it."""
     if not isinstance(message, KvReady | PrefillFailed | Released):
         return False
     answer = session.answers.pop(message.nonce, None)
-    if answer is None:
+    if answer is None or answer.done():
         return False
-    if not answer.done():
-        answer.set_result(message)
+    answer.set_result(message)
     return True
 
 
@@ -66,6 +65,11 @@ async def trial_put(
     """
     loop = asyncio.get_running_loop()
     nonce, blocks = reservation.nonce, reservation.blocks
+    if session.writer.lost:
+        # In the turn in which the blocks were granted: nobody was told of them, and nobody will
+        # give them back.
+        reservations.buffer.close_writer(reservation)
+        raise LinkClosed(f"{session.peer} was lost")
     reservations.open_for(session.writer, reservation)
     answer = session.answers[nonce] = loop.create_future()
     began = loop.time()

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import pytest
 from fake_engine import expected
-from handoff_lab import BLOCK_BYTES, Pair, pair
+from handoff_lab import BLOCK_BYTES, Pair, held, pair
 
+from runtime.engine.roles import PrefillRole
 from runtime.protocol import Measure, Measured
-from runtime.transfer import path_test
+from runtime.transfer import measure, path_test
 
 KINDS = ["shm", "tcp"]
 BLOCKS = 16
@@ -94,6 +95,25 @@ def test_a_lost_peer_ends_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.undo()
             assert found.status == 502 and "prefill-0 was lost" in found.error
             await both.decode.until(lambda: both.handoff.peers._up)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_comes_too_late_gives_the_blocks_back(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "DEADLINE_S", 0.1)
+
+    async def main() -> None:
+        async with pair(kind) as both:
+            assert isinstance(both.prefill.role, PrefillRole)
+            session = both.handoff.peers._up["prefill-0"]
+            [prefills] = both.prefill.role._handoff._sessions.values()
+            with held(prefills.lane):
+                assert (await measured(both, "path")).status == 504
+            await both.idle()
+            assert not session.writer.lost and not session.answers
 
     asyncio.run(main())
 

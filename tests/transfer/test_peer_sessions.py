@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from fake_engine import expected
 from free_ports import free_port
-from handoff_lab import BLOCK_BYTES, Instance, config, start
+from handoff_lab import BLOCK_BYTES, Instance, config, pair, start
 
 from runtime.config import Address, PeerConfig
+from runtime.engine.roles import DecodeRole
 from runtime.protocol import Failed, PeerAddress, PeerGone, Tokens
+from runtime.transfer import peer_client
+from runtime.transfer.decode_request import DecodeSession
 
 PROMPT = tuple(range(10))
 
@@ -152,5 +156,65 @@ def test_requests_that_need_the_peer_are_counted(resumed: bool) -> None:
             await d.answer(id_)
             assert needs() == 0
         await p.close()
+
+    asyncio.run(main())
+
+
+def test_blocks_granted_in_the_turn_in_which_the_session_is_lost_are_free_again() -> None:
+    async def main() -> None:
+        port = free_port()
+        p = await prefill("prefill-0", port)
+        async with decode() as d:
+            assert isinstance(d.role, DecodeRole)
+            handoff, sessions = d.role._handoff, []
+            opened = handoff.session_opened
+            handoff.session_opened = lambda s: (sessions.append(s), opened(s))[1]  # type: ignore[method-assign]
+            everything = handoff.reservations.take_spare(16)
+            assert everything
+            d.role.set_peers({"prefill-0": at(port)})
+            await d.until(lambda: handoff.reservations.waiting)  # its path test
+            sessions[0].link._reader.feed_eof()
+            handoff.reservations.give_back(everything)
+            await d.until(lambda: path_to(d, "prefill-0"))
+            assert len(sessions) == 2 and sessions[0].writer.lost
+            assert not sessions[0].writer.open
+            await serves(d, "prefill-0")
+            await d.idle()
+        await p.close()
+
+    asyncio.run(main())
+
+
+def test_a_session_lost_in_the_turn_of_its_path_tests_answer_is_never_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with pair("shm") as both:
+            real_prove, real_down = peer_client.prove_path, both.handoff.session_down
+            real_up = both.handoff.peers.up
+            lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            proven: list[DecodeSession] = []
+            up: list[bool] = []
+
+            async def prove(session: DecodeSession, reservations: Any) -> None:
+                await real_prove(session, reservations)
+                if proven:
+                    return
+                proven.append(session)
+                session.abort("the network broke")  # type: ignore[attr-defined]
+                await lost
+
+            def down(session: DecodeSession, why: str) -> None:
+                real_down(session, why)
+                if session in proven and not lost.done():
+                    lost.set_result(None)
+
+            both.handoff.session_down = down
+            both.handoff.peers.up = lambda s: (up.append(s.writer.lost), real_up(s))
+            monkeypatch.setattr(peer_client, "prove_path", prove)
+            both.cut()
+            await both.decode.until(lambda: False in up)
+            assert proven[0].writer.lost and up == [False]
+            await serves(both.decode, "prefill-0")
 
     asyncio.run(main())
