@@ -157,8 +157,11 @@ class _Device(verbs.Device):
     ) -> verbs.Memory:
         access = _RECEIVE if remote_write else _LOCAL
         place = offset, region.nbytes, region.address
-        with _translated():
-            return _Memory(self._domain.reg_dmabuf_mr(*place, fd, access))
+        try:
+            with _translated():
+                return _Memory(self._domain.reg_dmabuf_mr(*place, fd, access))
+        except RuntimeError as e:  # libibverbs is older than the call
+            raise TransferError(str(e)) from e
 
     def queue(self, *, sends: int, receives: int) -> verbs.Queue:
         with _translated():

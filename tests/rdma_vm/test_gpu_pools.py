@@ -128,6 +128,20 @@ def test_soft_roce_takes_no_dmabuf_and_the_next_way_is_tried(binding: str) -> No
     free_device_memory(memory)
 
 
+def test_a_libibverbs_that_knows_no_dmabuf_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        def reg_dmabuf_mr(self, *_: int) -> None:
+            raise RuntimeError("ibv_reg_dmabuf_mr is unavailable")
+
+    device = verbs.load(dmabuf=True).open(PREFILL_DEVICE)
+    real = device._domain  # type: ignore[attr-defined]
+    monkeypatch.setattr(device, "_domain", Old())
+    with pytest.raises(TransferError, match="is unavailable"):
+        device.register_dmabuf(Region(4096, 4096), 0, 0, remote_write=True)
+    monkeypatch.setattr(device, "_domain", real)
+    device.close()
+
+
 # ---- instances ---------------------------------------------------------------------------------
 
 
