@@ -9,15 +9,31 @@ msgpack):
 
 Times in messages are durations in seconds, taken on the sender's clock. Clocks of two hosts are
 never subtracted.
+
+What another instance sends is checked while it is decoded: a number beyond what its type says ends
+the session, before anything is indexed, sized or timed with it. What only the receiver can know,
+such as the size of its vocabulary, it checks itself.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NewType
+from typing import Annotated, Literal, NewType
 
 import msgspec
 
 PROTOCOL_VERSION = 2
+
+MOST_SECONDS = 1e9
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+Nonce = _Positive
+"""Of a reservation; unique in one incarnation of a decode instance, and rising."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+"""Neither infinite nor NaN."""
+_U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 RequestId = NewType("RequestId", str)
 """Made by the router (or by the front without one): never a client's string."""
@@ -274,16 +290,16 @@ class GpuPool(msgspec.Struct, frozen=True, kw_only=True):
     """Decode's device pool: `offset` bytes into the allocation that the CUDA IPC handle is of."""
 
     handle: bytes
-    offset: int
-    nbytes: int
+    offset: Count
+    nbytes: Count
 
 
 class RdmaMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Where it starts, and the key to write there."""
 
-    address: int
-    nbytes: int
-    key: int
+    address: Count
+    nbytes: Count
+    key: _U32
 
 
 class RdmaEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,14 +310,15 @@ class RdmaEnd(msgspec.Struct, frozen=True, kw_only=True):
     fabric: str
     """What both ends must have in common."""
     gid: bytes
-    lid: int
-    mtu: int
-    number: int
+    lid: _U16
+    mtu: Annotated[int, msgspec.Meta(ge=1, le=5)]
+    """ibv_mtu's number: 256 to 4096 bytes."""
+    number: _U24
     """Of the queue pair."""
-    psn: int
-    address: int
+    psn: _U24
+    address: Count
     """Decode's: where its buffer starts, and the key to write there."""
-    key: int
+    key: _U32
     pool: RdmaMemory | None = None
     """Decode's device pool on a GPU, where it can be written."""
 
@@ -317,9 +334,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     transfer: Literal["auto", "cuda_ipc", "shm", "rdma", "tcp"]
     segment: str
     """Name of the CPU buffer's shared memory segment on the decode host."""
-    segment_bytes: int
-    block_bytes: int
-    streams: int = 1
+    segment_bytes: Count
+    block_bytes: Count
+    streams: Count = 1
     """tcp: the most data connections that this host would use."""
     rdma: RdmaEnd | None = None
     no_rdma: str = ""
@@ -332,28 +349,29 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class HelloData(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First message on each tcp data connection: joins it to a control session."""
 
-    session: int
+    session: Count
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Compute this prompt and put its KV into these blocks of my CPU buffer."""
+    """Compute this prompt and put its KV into these blocks of mine: of the CPU buffer, or, numbered
+    with them, of the device pool."""
 
     id: RequestId
-    nonce: int
-    """Unique per reservation and incarnation; every later message and every write carries it."""
+    nonce: Nonce
+    """Every later message and every write carries it."""
     prompt: tuple[int, ...]
     params: SamplingParams
     blocks: tuple[int, ...]
     """Destination block per prompt block after the first `have_blocks`, in order."""
-    have_blocks: int = 0
+    have_blocks: Count = 0
     """Leading blocks of the prompt that I have already: compute with them, do not send them."""
-    deadline_s: float
+    deadline_s: Seconds
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Stop. Answered by exactly one terminal message (KvReady, PrefillFailed or Released)."""
 
-    nonce: int
+    nonce: Nonce
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -364,19 +382,19 @@ class HelloPlain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First message on a connection that measures the network alone: after Pong and one byte from
     decode, prefill sends `nbytes` with a plain socket loop, in pieces of `piece`, and hangs up."""
 
-    nbytes: int
-    piece: int
+    nbytes: Count
+    piece: Count
 
 
 class PathTest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Put `pattern`, repeated to one block, into each of `blocks`; answered by KvReady or
     PrefillFailed for `nonce`."""
 
-    nonce: int
+    nonce: Nonce
     blocks: tuple[int, ...]
     pattern: bytes
     """Empty: whatever is in the device pool, to measure the way that KV takes."""
-    run: int = 1
+    run: _Positive = 1
     """So many neighbouring blocks come from one place, and so move as one."""
 
 
@@ -391,16 +409,16 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     instance: str
     incarnation: str
-    session: int
+    session: Count
     path: Literal["cuda_ipc", "shm", "rdma", "tcp"]
     path_reason: str = ""
     """Why it is not a better one."""
-    streams: int = 1
-    """tcp: open so many data connections."""
+    streams: _Positive = 1
+    """tcp: open so many data connections; no more than Hello has."""
     rdma: RdmaEnd | None = None
     """Set where the path is rdma."""
-    pid: int
-    start_ticks: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    start_ticks: Count
     """Of the writing process, with `boot_id`: what proves it dead to a decode instance on the same
     host."""
     boot_id: str
@@ -417,27 +435,27 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Sent the moment it is sampled, ahead of the KV. With `finish` the KV is not sent: nothing
     will decode it."""
 
-    nonce: int
+    nonce: Nonce
     token: OutputToken
     finish: FinishReason | None
-    cached_tokens: int
-    queue_s: float
-    prefill_s: float
+    cached_tokens: Count
+    queue_s: Seconds
+    prefill_s: Seconds
 
 
 class KvProgress(msgspec.Struct, frozen=True, tag=True):
     """The first `blocks` destination blocks hold their final bytes."""
 
-    nonce: int
-    blocks: int
+    nonce: Nonce
+    blocks: Count
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Terminal: all blocks were put, prefill will write none of them again."""
 
-    nonce: int
-    nbytes: int
-    transfer_s: float
+    nonce: Nonce
+    nbytes: Count
+    transfer_s: Seconds
     """From the end of the prompt's computation to the end of the last put: what the hand-over
     costs."""
 
@@ -445,9 +463,9 @@ class KvReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class PrefillFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Terminal: prefill will write none of the blocks again, unless it is not `fenced`."""
 
-    nonce: int
+    nonce: Nonce
     message: str
-    status: int
+    status: Annotated[int, msgspec.Meta(ge=400, le=599)]
     leg: Literal["prefill", "transfer"]
     fenced: bool = True
     """False: what was put may still be under way. The session ends behind this message, and its
@@ -459,7 +477,7 @@ class PrefillFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Released(msgspec.Struct, frozen=True, tag=True):
     """Terminal answer to Cancel, and to a request that finished with its first token."""
 
-    nonce: int
+    nonce: Nonce
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):

@@ -125,6 +125,10 @@ class EngineControl(Protocol):
     step."""
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
     def layout(self) -> KvLayout:
         """Of whole blocks: all KV heads of the model, as the CPU buffer and the peers have them."""
 

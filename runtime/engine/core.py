@@ -96,7 +96,6 @@ class Engine:
 
         self.num_blocks: int = pools.num_blocks
         self.max_model_len: int = min(self._bounds.context, self._bounds.capacity)
-        self.vocab_size: int = spec.vocab
         self.eos_token_ids: tuple[int, ...] = spec.eos_token_ids
         self.fingerprint: dict[str, str | int] = {
             "model": loaded.decoder.weights.digest,
@@ -115,6 +114,10 @@ class Engine:
         self._stats = self._stepper.stats()
 
     # ---- EngineControl: any thread ----------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        return self._bounds.vocab
 
     @property
     def layout(self) -> KvLayout:

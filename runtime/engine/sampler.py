@@ -7,7 +7,9 @@ batch. So a first token sampled elsewhere and the rest sampled here equal one un
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
+import sys
 from collections import Counter
 from collections.abc import Sequence as Tokens
 
@@ -17,6 +19,28 @@ from torch import Tensor
 from runtime.protocol import OutputToken, SamplingParams, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
+_MOST = sys.float_info.max
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, _MOST),
+    "top_p": (0, 1),
+    "top_k": (0, math.inf),
+    "min_p": (0, 1),
+    "presence_penalty": (-_MOST, _MOST),
+    "frequency_penalty": (-_MOST, _MOST),
+    "repetition_penalty": (sys.float_info.min, _MOST),
+}
+
+
+def unusable(params: SamplingParams) -> str:
+    """Why no token can be chosen by these; empty: it can. The front allows less than this."""
+    for name, (least, most) in _RANGES.items():
+        value = getattr(params, name)
+        if not least <= value <= most:  # NaN is in no range
+            return f"{name} is {value}, and must be in {least:g}..{most:g}"
+    if params.logprobs is not None and params.logprobs < 0:
+        return f"logprobs is {params.logprobs}, and must not be negative"
+    return ""
 
 
 def uniform(seed: int, position: int) -> float:

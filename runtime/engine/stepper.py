@@ -26,7 +26,7 @@ from runtime.engine.contract import (
 )
 from runtime.engine.early import leaves_after
 from runtime.engine.finish import finish_reason
-from runtime.engine.sampler import is_plain, sample
+from runtime.engine.sampler import is_plain, sample, unusable
 from runtime.engine.scheduler import Limits, Plan, Scheduler
 from runtime.engine.sequence import Sequence, Work
 from runtime.errors import TOO_LONG, RankError, RequestError
@@ -216,7 +216,13 @@ class Stepper:
             if row is None:
                 self._tell_computed(sequence)
                 continue
-            token = self._sample(sequence, row)
+            try:
+                token = self._sample(sequence, row)
+            # The per-request boundary, as in `_run`.
+            except Exception as e:
+                log.exception("request %s: sampling failed", sequence.id)
+                self._fail(sequence, f"sampling failed: {type(e).__name__}")
+                continue
             if token is None:
                 self._fail(sequence, "the model's logits are not finite")
                 continue
@@ -321,6 +327,8 @@ class Stepper:
         if request.params.max_tokens < 1:
             most = request.params.max_tokens
             return RequestError(f"max_tokens is {most}, and must be at least 1")
+        if why := unusable(request.params):
+            return RequestError(why)
         if count >= self._bounds.context:
             return RequestError(
                 f"the prompt has {count} tokens, but the context holds {self._bounds.context} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from runtime.engine.contract import Adopted, EngineRequest
@@ -167,6 +168,21 @@ class DecodeRequest:
         if self.landing is None or self.all_landed:
             return "decode"
         return "prefill" if self.first is None else "transfer"
+
+    def flaw(self, first: FirstToken, vocab_size: int) -> str:
+        """Why the first token cannot be what it is said to be; empty: it can."""
+        if self.first is not None:
+            return "a second first token"
+        if first.cached_tokens > (tokens := len(self.message.prompt)):
+            return f"{first.cached_tokens} of {tokens} prompt tokens from its cache"
+        chosen = first.token
+        ids, values = [chosen.token], [0.0]
+        if logprob := chosen.logprob:
+            ids += [logprob.token, *(token for token, _ in logprob.top)]
+            values += [logprob.logprob, *(value for _, value in logprob.top)]
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            return f"a token that is not one of {vocab_size}"
+        return "a log probability that is no number" if any(map(math.isnan, values)) else ""
 
     def served(self, instance: str, now: float, block_size: int) -> Served:
         """As far as known now."""

@@ -30,6 +30,7 @@ from runtime.kv.buffer import CpuBuffer, Reservation
 from runtime.kv.swap import SwapLanes
 from runtime.link import LinkClosed
 from runtime.protocol import (
+    MOST_SECONDS,
     Cancel,
     Event,
     Failed,
@@ -168,7 +169,7 @@ class DecodeHandoff:
                 params=message.params,
                 blocks=reservation.blocks,
                 have_blocks=request.have_blocks,
-                deadline_s=request.deadline - now,
+                deadline_s=min(max(request.deadline - now, 0.0), MOST_SECONDS),
             ),
         )
 
@@ -230,6 +231,9 @@ class DecodeHandoff:
             self._fail(request, f"{session.peer} sent a bad put: {why}", 502, "transfer")
 
     def _on_first(self, request: DecodeRequest, message: FirstToken) -> None:
+        if why := request.flaw(message, self._engine.vocab_size):
+            self._fail(request, f"{request.session.peer} sent {why}", 502, "prefill")
+            return
         request.first = message
         if message.finish is not None:
             # Nothing will decode it, so no KV comes; Released, or a fence, ends the reservation.
@@ -252,7 +256,7 @@ class DecodeHandoff:
             retry = 1.0 if message.status == 503 else None
             text = f"{peer}: {message.message}"
             self._fail(request, text, message.status, message.leg, retry, message.code)
-        elif isinstance(message, Released) or request.first is None:
+        elif isinstance(message, Released) or request.first is None or request.ready:
             self._fail(request, f"{peer} gave the request back unasked", 502, "prefill")
         elif message.nbytes != (expected := request.missing_blocks * self._layout.block_bytes):
             text = f"{peer} moved {message.nbytes} of {expected} bytes of KV"

@@ -156,6 +156,9 @@ class PeerClient:
             raise LinkClosed(f"{type(welcome).__name__} instead of Welcome")
         if welcome.instance != self._peer.name:
             raise TransferError(f"this is {welcome.instance}, not {self._peer.name}")
+        if welcome.streams > hello.streams or hello.transfer not in ("auto", welcome.path):
+            asked = f"{hello.transfer} and at most {hello.streams} streams"
+            raise TransferError(f"welcomed to {welcome.streams} by {welcome.path} for {asked}")
         opened: list[_Session] = []
         if offer and welcome.path != offer.path:
             offer.close()

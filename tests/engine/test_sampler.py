@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.engine.sampler import draw, is_plain, penalize, probabilities, sample, uniform
+from runtime.engine.sampler import (
+    draw,
+    is_plain,
+    penalize,
+    probabilities,
+    sample,
+    uniform,
+    unusable,
+)
+from runtime.front.openai_types import CompletionBody
 from runtime.protocol import SamplingParams
 
 LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=40).map(torch.tensor)
@@ -25,6 +34,66 @@ def params(**changes: Any) -> SamplingParams:
 def normalized(scores: Tensor, **changes: Any) -> list[float]:
     chances = probabilities(scores, params(**changes))
     return (chances / chances.sum()).tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"temperature": t} for t in (-1.0, math.nan, math.inf)),
+        *({"top_p": p} for p in (-0.1, 1.1, math.nan)),
+        {"top_k": -1},
+        *({"min_p": p} for p in (-0.1, 2.0, math.nan)),
+        *({"presence_penalty": p} for p in (math.nan, math.inf)),
+        *({"frequency_penalty": p} for p in (math.nan, -math.inf)),
+        *({"repetition_penalty": p} for p in (0.0, -1.0, math.nan, math.inf)),
+        {"logprobs": -1},
+    ],
+)
+def test_parameters_that_choose_nothing_are_told(changes: dict[str, Any]) -> None:
+    assert next(iter(changes)) in unusable(params(**changes))
+
+
+@pytest.mark.parametrize("end", ["least", "most"])
+def test_whatever_the_front_allows_chooses_a_token(end: str) -> None:
+    most = end == "most"
+    body = CompletionBody(
+        model="m",
+        prompt="p",
+        temperature=2 if most else 0,
+        top_p=1 if most else 1e-300,
+        top_k=1 << 31 if most else -1,
+        min_p=1 if most else 0,
+        presence_penalty=2 if most else -2,
+        frequency_penalty=2 if most else -2,
+        repetition_penalty=10 if most else 1e-300,
+        logprobs=20 if most else 0,
+    )
+    assert not unusable(body.sampling(max_tokens=1, seed=0))
+
+
+NUMBERS = st.floats() | st.sampled_from([0.0, 1.0, 1e-300, -1e-300, 1e300])
+
+
+@settings(max_examples=400)
+@given(
+    logits=LOGITS,
+    output=st.booleans(),
+    changes=st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBERS),
+            "top_k": st.integers(-2, 1 << 64),
+            "logprobs": st.none() | st.integers(-2, 60),
+        },
+    ),
+)
+def test_all_other_parameters_choose_a_token(
+    logits: Tensor, output: bool, changes: dict[str, Any]
+) -> None:
+    asked = params(**changes)
+    if not unusable(asked):
+        token = sample(logits, asked, [0], [0] if output else []).token
+        assert 0 <= token < len(logits)
 
 
 @given(seed=st.integers(-(2**70), 2**70), position=st.integers(0, 10**6))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import pytest
 
+from runtime.engine import stepper
 from runtime.engine.contract import (
     Adopted,
     Computed,
@@ -217,6 +219,8 @@ def test_decodes_go_before_chunks() -> None:
         ([1, VOCAB], "generate", {}, "token ids outside 0..10"),
         ([-1], "generate", {}, "token ids outside 0..10"),
         ([1], "generate", {"max_tokens": 0}, "max_tokens is 0"),
+        ([1], "prefill", {"logprobs": -1}, "logprobs is -1"),
+        ([1], "prefill", {"temperature": math.nan}, "temperature is nan"),
     ],
 )
 def test_impossible_requests_fail_at_once(
@@ -252,6 +256,22 @@ def test_a_full_queue_answers_503() -> None:
     (failed,) = bench.of("c")
     assert isinstance(failed, EngineFailed) and failed.status == 503
     assert bench.tokens("a") and bench.tokens("b")
+
+
+def test_sampling_that_fails_fails_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> OutputToken:
+        raise IndexError("in a sampler")
+
+    monkeypatch.setattr(stepper, "sample", broken)
+    bench = Bench()
+    request = bench.submit("a", [1, 2, 3])
+    bench.submit("b", [3, 2, 1], temperature=1.0)
+    bench.finish()
+    assert bench.tokens("a") == oracle(request, CONTEXT)[0]
+    (failed,) = bench.of("b")
+    assert isinstance(failed, EngineFailed)
+    assert (failed.status, failed.message) == (500, "sampling failed: IndexError")
+    assert bench.idle()
 
 
 def test_one_failing_request_is_not_the_others() -> None:
