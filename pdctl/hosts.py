@@ -201,9 +201,13 @@ class LocalChannel:
         return HostCommandError(f"{self._host}: the program there has ended", host=self._host)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):  # it ended first, with a line of ours unread
             self._process.stdin.close()
+        # While it waits for us to read on, it does not see that its input has ended. Replaced, not
+        # closed: another thread may be about to read from this number.
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), self._process.stdout.fileno(), inheritable=False)
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
