@@ -17,9 +17,9 @@ from pdctl import state
 from pdctl.agent import shim_call
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Found, Where, deployments, located, whereabouts
+from pdctl.find import ANYWHERE, Found, Where, deployments, located, told, whereabouts
 from pdctl.fleet import Fleet, Names, on_all
-from pdctl.hold import locked
+from pdctl.hold import changed_meanwhile, locked
 from pdctl.hosts import Host
 from pdctl.preflight import describe_port
 from pdctl.records import ServiceRecord, parse_services
@@ -99,7 +99,10 @@ def down(
 def down_orphans(
     name: str | None, timeout_s: float | None, report: Report, where: Where = ANYWHERE
 ) -> DownResult:
-    """Stop the services that the topology does not name any more; leave all others."""
+    """Stop the services that the topology does not name any more; leave all others.
+
+    Raises PdctlError when another has changed what is wanted before the hosts were locked.
+    """
     report(Event("phase", "asking the hosts"))
     with located(name, where) as found:
 
@@ -121,7 +124,9 @@ def _down(
     waves: Callable[[Sequence[ServiceRecord]], list[Names]],
     found: Found | None = None,
 ) -> DownResult:
-    """`waves`: what to stop, one after the other; the last one holds all that goes."""
+    """`waves`: what to stop, one after the other; the last one holds all that goes. `found`: what
+    they were made from, if that matters.
+    """
     begun = time.monotonic()
     services: list[StoppedService] = []
     notes: list[str] = []
@@ -133,6 +138,8 @@ def _down(
     ):
         more = True
         while more:
+            if found is not None:
+                _check_unchanged(found, fleet)
             records = fleet.records
             ran |= {r.name for r in records if r.alive}
             names = waves(records)
@@ -156,6 +163,14 @@ def _down(
         if result.ok and names[-1] is None:
             state.forget(known.name)
     return result
+
+
+def _check_unchanged(found: Found, fleet: Fleet) -> None:
+    """A locked host that says what none had said before may run what was wanted since."""
+    before = [known for known, _ in told(found.answers.values(), found.name)]
+    for said, _ in told(fleet.answers.values(), found.name):
+        if said not in before:
+            raise changed_meanwhile(said)
 
 
 def _heard_of(fleet: Fleet) -> bool:
@@ -208,20 +223,19 @@ def _stop(
     report: Report,
 ) -> tuple[tuple[StoppedService, ...], tuple[str, ...]]:
     """What became of each service, and notes on what others hold."""
-    name = fleet.deployment
     services: list[StoppedService] = []
     notes: list[str] = []
     report(Event("phase", "waiting for services to end"))
     for wave in waves:
-        told = {s.name for s in services}
+        seen = {(s.host, s.name) for s in services}
         for record in records:
-            if record.name not in told and _is_in(record, wave):
+            if (record.host, record.name) not in seen and _is_in(record, wave):
                 report(Event("stop", record.state, record.name, record.host))
         for found in fleet.stop(wave, grace_s, undone=False):
-            stopped, others = _judge(name, found, records)
+            stopped, others = _judge(fleet, found, records)
             services.append(stopped)
             notes += others
-            if stopped.problems or stopped.name not in told:
+            if stopped.problems or (stopped.host, stopped.name) not in seen:
                 report(_told(stopped))
     return _last_each(services), tuple(notes)
 
@@ -249,14 +263,16 @@ def _last_each(services: Sequence[StoppedService]) -> tuple[StoppedService, ...]
 
 
 def _judge(
-    name: str, found: Mapping[str, Any], records: Sequence[ServiceRecord]
+    fleet: Fleet, found: Mapping[str, Any], records: Sequence[ServiceRecord]
 ) -> tuple[StoppedService, list[str]]:
     """What the host found of a service after the stop: what is left of it, and what is others'."""
-    host = next((r.host for r in records if r.name == found["service"]), found["host"])
+    machine = found["host"]
+    keys = (r.host for r in records if r.name == found["service"])
+    host = next((key for key in keys if fleet.hosts[key].name == machine), machine)
     problems = [f"processes {found['left']} do not end"] if found["left"] else []
     notes: list[str] = []
     for port in found["ports"]:
-        ours = str(port.get("service") or "").startswith(f"{name}/")
+        ours = str(port.get("service") or "").startswith(f"{fleet.deployment}/")
         (problems if ours else notes).append(describe_port(port))
     service = StoppedService(
         name=found["service"],

@@ -46,6 +46,14 @@ def locked(
         addresses.update(more)
 
 
+def changed_meanwhile(said: KnownDeployment) -> PdctlError:
+    """For what was made from an earlier word of the hosts than this one."""
+    return PdctlError(
+        f"{said.name} was changed meanwhile from {said.machine.partition(':')[0]}",
+        hint="look with `pdctl status`, and try again",
+    )
+
+
 def register(fleet: Fleet, known: KnownDeployment) -> None:
     """Let its locked hosts know the whole deployment, before anything of it starts there."""
 

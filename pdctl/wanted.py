@@ -13,10 +13,10 @@ from typing import Any
 from pdctl import command, models, preflight, state, topology, wheels
 from pdctl.agent import Session, shim_call
 from pdctl.batches import remarks
-from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
 from pdctl.find import Found, latest_said, with_former
 from pdctl.fleet import Fleet, on_all
+from pdctl.hold import changed_meanwhile
 from pdctl.hosts import Host
 from pdctl.plan import Plan, allocate_ports, make_plan
 from pdctl.records import ServiceRecord
@@ -75,10 +75,7 @@ def planned(
     probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
     said = latest_said(fleet.answers.values(), name)
     if before is not None and said is not None and said.at != before.at:
-        raise PdctlError(
-            f"{name} was changed meanwhile from {said.machine.partition(':')[0]}",
-            hint="look with `pdctl status`, and try again",
-        )
+        raise changed_meanwhile(said)
     return _with_scale(_claimed(wanted, fleet, records, probes), wanted, said)
 
 

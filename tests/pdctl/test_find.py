@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from free_ports import free_port
 from supervision import Home, Site
 
 from pdctl import ops, state
-from pdctl.errors import HostUnreachable, UsageError
+from pdctl.down import _stop
+from pdctl.errors import HostUnreachable, PdctlError, UsageError
 from pdctl.find import Where, further, this_machine
 from pdctl.hold import locked
 from pdctl.state import KnownDeployment
@@ -108,6 +112,28 @@ def test_orphans_are_shown_and_removed_on_request(home: Home, site: Site) -> Non
     down()
 
 
+def test_what_another_has_started_meanwhile_is_no_orphan(
+    home: Home, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another operator's `up` ends while this one waits for the lock."""
+    router = {"host": "local", "port": free_port()}
+    two = [PREFILL | {"replicas": 2}]
+    up(site.topology(router=router, prefill=two))
+    site.topology(router=router)
+
+    @contextlib.contextmanager
+    def late(*args: Any, **more: Any) -> Iterator[Any]:
+        up(site.topology(router=router, prefill=two))
+        with locked(*args, **more) as fleet:
+            yield fleet
+
+    with monkeypatch.context() as patch, pytest.raises(PdctlError, match="changed meanwhile"):
+        patch.setattr("pdctl.down.locked", late)
+        ops.down_orphans("demo", 2.0, ops.silent)
+    assert {s.name: s.state for s in ops.status("demo").services}["prefill-1"] == "running"
+    down()
+
+
 def test_a_stop_by_host_leaves_the_namesake_elsewhere(home: Home, site: Site) -> None:
     """decode-0 moved: the one on its old host goes, the one on the new host stays."""
     from pdctl.fleet import Fleet, opened
@@ -121,6 +147,25 @@ def test_a_stop_by_host_leaves_the_namesake_elsewhere(home: Home, site: Site) ->
         stopped = fleet.stop({"old": ["decode-0"]}, 1.0)
     assert [s["service"] for s in stopped] == ["decode-0"]
     down()
+
+
+def test_what_was_stopped_is_told_by_its_own_host() -> None:
+    """decode-0 moved, and its old host could not be reached then: now both have one."""
+
+    class Stub:
+        deployment = "demo"
+        hosts = {"old": SimpleNamespace(name="old"), "new": SimpleNamespace(name="machine")}
+
+        def stop(self, *_: object, **__: object) -> list[dict[str, Any]]:
+            report = {"service": "decode-0", "was": "running", "left": [], "ports": []}
+            report |= {"pids": [7], "killed": [], "segments": []}
+            return [report | {"host": host} for host in ("old", "machine")]
+
+    records = [SimpleNamespace(name="decode-0", host=h, state="running") for h in ("old", "new")]
+    events: list[ops.Event] = []
+    stopped, _ = _stop(Stub(), records, [None], 1.0, events.append)  # type: ignore[arg-type]
+    assert [(s.name, s.host) for s in stopped] == [("decode-0", "old"), ("decode-0", "new")]
+    assert [e.host for e in events if e.kind == "stopped"] == ["old", "new"]
 
 
 def test_a_host_that_is_not_used_any_more_is_forgotten(home: Home, site: Site) -> None:
