@@ -152,18 +152,18 @@ def test_a_stop_by_host_leaves_the_namesake_elsewhere(home: Home, site: Site) ->
 def test_what_was_stopped_is_told_by_its_own_host() -> None:
     """decode-0 moved, and its old host could not be reached then: now both have one."""
 
-    class Stub:
-        deployment = "demo"
-        hosts = {"old": SimpleNamespace(name="old"), "new": SimpleNamespace(name="machine")}
-
-        def stop(self, *_: object, **__: object) -> list[dict[str, Any]]:
-            report = {"service": "decode-0", "was": "running", "left": [], "ports": []}
-            report |= {"pids": [7], "killed": [], "segments": []}
-            return [report | {"host": host} for host in ("old", "machine")]
-
-    records = [SimpleNamespace(name="decode-0", host=h, state="running") for h in ("old", "new")]
+    report = {"service": "decode-0", "was": "running", "left": [], "ports": []}
+    report |= {"pids": [7], "killed": [], "segments": []}
+    fleet: Any = SimpleNamespace(
+        deployment="demo",
+        hosts={"old": SimpleNamespace(name="old"), "new": SimpleNamespace(name="machine")},
+        stop=lambda *_, **__: [report | {"host": host} for host in ("old", "machine")],
+    )
+    records: Any = [
+        SimpleNamespace(name="decode-0", host=h, state="running") for h in ("old", "new")
+    ]
     events: list[ops.Event] = []
-    stopped, _ = _stop(Stub(), records, [None], 1.0, events.append)  # type: ignore[arg-type]
+    stopped, _ = _stop(fleet, records, [None], 1.0, events.append)
     assert [(s.name, s.host) for s in stopped] == [("decode-0", "old"), ("decode-0", "new")]
     assert [e.host for e in events if e.kind == "stopped"] == ["old", "new"]
 
