@@ -5,12 +5,15 @@ from __future__ import annotations
 from runtime.engine.contract import EngineControl, EngineRequest
 from runtime.protocol import RequestId, SamplingParams
 
+# Of no prompt: so it is found in no prefix cache, and a block that others read is never given.
+_NO_TOKEN = -1
+
 
 def take_block(engine: EngineControl, test: str) -> tuple[RequestId, int] | None:
     """Its number, and the id that the engine drops to have it back; `test` names no other one that
     is under way. None: there is none to be had now, for requests come first.
     """
     id_ = RequestId(f"path-test.{test}")
-    request = EngineRequest(id_, (0,), SamplingParams(max_tokens=1), "decode")
+    request = EngineRequest(id_, (_NO_TOKEN,), SamplingParams(max_tokens=1), "decode")
     adopted = engine.adopt(request, 1)
     return (id_, adopted.blocks[0]) if adopted else None

@@ -14,6 +14,7 @@ from runtime.kv.region import Region
 from runtime.protocol import PathTest
 from runtime.transfer.base import Runs
 from runtime.transfer.path_test import PathTestPut
+from runtime.transfer.spare_block import take_block
 
 PATTERN = bytes(range(64))
 
@@ -70,6 +71,18 @@ def test_requests_come_first(engine: FakeEngine) -> None:
     sender, made = put(engine)
     assert all(source != engine.pool for source, *_ in sender.took) and len(sender.took) == 2
     made.end()
+
+
+def test_a_block_that_holds_a_prefix_is_never_taken() -> None:
+    """With blocks of one token every one-token prompt is a block."""
+    engine = FakeEngine(config("d", "decode", block_size=1), lambda _: None)
+    cached = engine._cache.claim([], 3)
+    assert cached is not None
+    engine._cache.index((engine._hashes((t,))[0], block) for t, block in enumerate(cached.blocks))
+    engine._cache.release(cached.blocks)
+    for number in range(engine.num_blocks - 3):
+        taken = take_block(engine, str(number))
+        assert taken is not None and taken[1] not in cached.blocks
 
 
 def test_without_a_pattern_it_is_whatever_is_in_the_pool(engine: FakeEngine) -> None:
