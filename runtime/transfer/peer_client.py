@@ -44,8 +44,8 @@ SILENCE_S = 5.0
 TERMINAL_S = 20.0
 """A writer that does not give back blocks within this long, though told to, is cut off."""
 DISTRUST_S = 60.0
-"""For how long a path is not tried again after a path test over it failed: with `auto`, or to the
-device pool."""
+"""For how long a path that failed to open, or its path test, is not tried again: with `auto`, or to
+the device pool."""
 _RDMA_POOL = "rdma to the device pool"
 """Stands for it among the paths."""
 _BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.0)
@@ -105,7 +105,7 @@ class PeerClient:
         self._buffer = handoff.reservations.buffer
         self._post = post
         self._distrusted: dict[str, tuple[float, str]] = {}
-        """Whose test failed: until when it is not offered, and why."""
+        """Not to be opened, or its test failed: until when it is not offered, and why."""
         self._loop = asyncio.get_running_loop()
         self.wanted = True
         """Somebody names this peer. When nobody does, the session still ends by itself."""
@@ -162,7 +162,11 @@ class PeerClient:
         opened: list[_Session] = []
         if offer and welcome.path != offer.path:
             offer.close()
-        receiver = await self._paths.open(welcome, offer, self.dial, self._events(opened))
+        try:
+            receiver = await self._paths.open(welcome, offer, self.dial, self._events(opened))
+        except TransferError as e:
+            self._put_aside(welcome.path, str(e))
+            raise
         writer = Writer(self._peer.name, welcome.incarnation, receiver)
         session = _Session(
             self._peer.name,
@@ -214,8 +218,13 @@ class PeerClient:
             self._post,
             on_landed=lambda nonce: self._handoff.on_received(opened[0], nonce),
             on_refused=lambda nonce, why: self._handoff.on_bad_put(opened[0], nonce, why),
-            on_closed=lambda why: opened[0].abort(why),
+            on_closed=lambda why: self._path_lost(opened[0], why),
         )
+
+    def _path_lost(self, session: _Session, why: str) -> None:
+        # First to the path test, if one is under way: it failed.
+        fail_answers(session, TransferError(why))
+        session.abort(why)
 
     # ---- an open session ------------------------------------------------------------------------
 
@@ -237,7 +246,7 @@ class PeerClient:
             # Before anything is awaited: requests fail in the turn in which the loss was seen.
             session.why_lost = session.why_lost or self.why_left
             self._handoff.session_down(session, session.why_lost)
-            fail_answers(session, session.why_lost)
+            fail_answers(session, LinkClosed(f"{session.peer} was lost: {session.why_lost}"))
             await asyncio.sleep(0)  # an answer that came just before is still looked at
             for task in helpers:
                 task.cancel()
@@ -291,10 +300,13 @@ class PeerClient:
             self._handoff.peers.up(session)
 
     def _test_failed(self, session: _Session, what: str, why: str) -> None:
+        self._put_aside(what, f"its path test failed: {why}")
+        session.abort(f"path test over {what}: {why}")
+
+    def _put_aside(self, what: str, why: str) -> None:
+        """Do not offer this path for a while, where another will do."""
         # With `auto` both have a device, but there is no way between them. Without the pool, rdma
         # is as good as it is asked for.
         auto = what in ("cuda_ipc", "rdma") and self._hello.transfer == "auto"
         if auto or what == _RDMA_POOL:
-            until = self._loop.time() + DISTRUST_S
-            self._distrusted[what] = (until, f"its path test failed: {why}")
-        session.abort(f"path test over {what}: {why}")
+            self._distrusted[what] = (self._loop.time() + DISTRUST_S, why)

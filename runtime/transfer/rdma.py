@@ -9,6 +9,7 @@ more. A single nonce has no fence but its terminal message.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -227,17 +228,19 @@ class RdmaReceiver(Receiver):
         self._queue = offer.queue
         self._words = ctypes.create_string_buffer(_RECEIVES * RECEIVE_BYTES)
         words = Region(ctypes.addressof(self._words), len(self._words))
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(offer.close)
             self._words_memory = offer.adapter.device.register(words, remote_write=False)
+            undo.callback(self._words_memory.close)
+            undo.callback(offer.close)  # the queue pair ends before the memory that it uses
             offer.adapter.connect(self._queue, offer.end, peer)
             for slot in range(_RECEIVES):
                 self._make_room(slot)
-        except TransferError:
-            offer.close()
-            raise
-        self._stop = os.eventfd(0)
-        self._thread = threading.Thread(target=self._run, name="kv-rdma-read", daemon=True)
-        self._thread.start()
+            self._stop = os.eventfd(0)
+            undo.callback(os.close, self._stop)
+            self._thread = threading.Thread(target=self._run, name="kv-rdma-read", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def expect(self, nonce: int, blocks: tuple[int, ...]) -> None:
         with self._lock:

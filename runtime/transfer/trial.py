@@ -41,11 +41,11 @@ def took_answer(session: DecodeSession, message: PeerReply) -> bool:
     return True
 
 
-def fail_answers(session: DecodeSession, why: str) -> None:
-    """The session is lost: nobody will answer."""
+def fail_answers(session: DecodeSession, error: LinkClosed | TransferError) -> None:
+    """The session, or its path, is lost: nobody will answer."""
     for answer in session.answers.values():
         if not answer.done():
-            answer.set_exception(LinkClosed(f"{session.peer} was lost: {why}"))
+            answer.set_exception(error)
             answer.exception()  # whoever waited may be gone: no warning about it
     session.answers.clear()
 
