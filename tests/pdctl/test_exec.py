@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from supervision import Home, Lab, eventually, gone
@@ -81,6 +84,37 @@ def test_ctrl_c_ends_the_command_there(service: Lab, tmp_path: Path) -> None:
     assert process.returncode == 130
     eventually(lambda: gone(pid))
     service.stop()
+
+
+def test_ctrl_c_ends_it_also_while_nobody_reads_what_it_writes(
+    service: Lab, tmp_path: Path
+) -> None:
+    """As with `| less`: everybody waits for the next one to read."""
+    file = tmp_path / "pid"
+    script = f"echo $$ > {file}; yes & exec sleep 600"
+    argv = ["exec", "--name", "demo", "a", "--", "sh", "-c", script]
+    with subprocess.Popen(
+        [sys.executable, "-m", "pdctl", *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        pid = int(eventually(lambda: file.exists() and file.read_text().strip(), 30))
+        assert process.stdout is not None
+        eventually(lambda: _is_full(process.stdout), 30)
+        process.send_signal(signal.SIGINT)
+        eventually(lambda: gone(pid))
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+    service.stop()
+
+
+def _is_full(pipe: Any) -> bool:
+    """Whether nothing more gets in."""
+
+    def size() -> bytes:
+        return fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))
+
+    before = size()
+    time.sleep(0.2)
+    return any(before) and size() == before
 
 
 def test_on_the_command_line(service: Lab) -> None:
