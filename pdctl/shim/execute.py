@@ -22,6 +22,8 @@ from .service import Service
 
 ALIVE_S = 5.0
 TERM_S = 2.0
+PIPE_BYTES = 1 << 20
+"""No pipe holds more, so one read takes all that is in it."""
 
 
 def execute() -> None:
@@ -75,25 +77,23 @@ def _relay(process: subprocess.Popen[bytes]) -> bool:
     assert process.stdout is not None and process.stderr is not None
     names = {process.stdout.fileno(): "out", process.stderr.fileno(): "err"}
     said_at = time.monotonic()
-    ended = False
     while True:
-        # After its end only what is in the pipes already: a child of it may hold them open.
+        # First: then all that it wrote is in the pipes. A child of it may write on for ever.
+        ended = _ended(process)
         wait = 0.0 if ended else 0.2 if names else 0.02
         readable, _, _ = select.select([0, *names], [], [], wait)
         if 0 in readable and not os.read(0, 1):
             return False
         for stream in [s for s in readable if s != 0]:
-            data = os.read(stream, 65536)
+            data = os.read(stream, PIPE_BYTES)
             if data:
                 text = data.decode("utf-8", "surrogateescape")
                 print(json.dumps({names[stream]: text}), flush=True)
                 said_at = time.monotonic()
             else:
                 del names[stream]
-        if not readable:
-            if ended:
-                return True
-            ended = _ended(process)
+        if ended:
+            return True
         if time.monotonic() - said_at >= ALIVE_S:
             print("{}", flush=True)
             said_at = time.monotonic()

@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -72,6 +73,21 @@ def test_what_it_left_running_ends_with_it(service: Lab) -> None:
     service.stop()
 
 
+def test_it_ends_with_the_command_whatever_else_goes_on_writing(service: Lab) -> None:
+    """In its own group or out of it; all that the command wrote itself arrives."""
+    for left in ("yes", "setsid yes"):
+        argv = ["exec", "a", "--", "sh", "-c", f"{left} >&2 & head -c 50000 /dev/zero; exit 3"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "pdctl", *argv], stdout=subprocess.PIPE, stderr=DEVNULL
+        ) as process:
+            try:
+                out, _ = process.communicate(timeout=30)
+            finally:
+                process.terminate()
+        assert (process.returncode, len(out)) == (3, 50_000)
+    service.stop()
+
+
 def test_ctrl_c_ends_the_command_there(service: Lab, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     argv = ["exec", "--name", "demo", "a", "--", "sh", "-c", f"echo $$ > {file}; exec sleep 600"]
@@ -94,7 +110,7 @@ def test_ctrl_c_ends_it_also_while_nobody_reads_what_it_writes(
     script = f"echo $$ > {file}; yes & exec sleep 600"
     argv = ["exec", "--name", "demo", "a", "--", "sh", "-c", script]
     with subprocess.Popen(
-        [sys.executable, "-m", "pdctl", *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "pdctl", *argv], stdout=subprocess.PIPE, stderr=DEVNULL
     ) as process:
         pid = int(eventually(lambda: file.exists() and file.read_text().strip(), 30))
         assert process.stdout is not None
