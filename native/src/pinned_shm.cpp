@@ -51,7 +51,7 @@ class UnlinkGuard {
 };
 
 [[noreturn]] void fail(int number, const std::string& name, const std::string& what) {
-  throw SystemError(number, "shared memory segment " + name + ": " + what, name);
+  throw SystemError(number, "shared memory segment " + name + ": " + what);
 }
 
 std::string text_of(int number) { return std::strerror(number); }

@@ -11,14 +11,12 @@ namespace pdctl {
 // A failed system call; becomes Python's OSError, whose subclass follows from the number.
 class SystemError : public std::runtime_error {
  public:
-  SystemError(int number, const std::string& message, std::string name)
-      : std::runtime_error(message), number_(number), name_(std::move(name)) {}
+  SystemError(int number, const std::string& message)
+      : std::runtime_error(message), number_(number) {}
   int number() const { return number_; }
-  const std::string& name() const { return name_; }
 
  private:
   int number_;
-  std::string name_;
 };
 
 enum class PageLock { kNone, kMlock, kCuda };

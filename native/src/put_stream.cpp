@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 
 #include "pinned_shm.h"
@@ -30,7 +31,7 @@ struct __attribute__((packed)) Prefix {
   uint32_t count;
 };
 
-[[noreturn]] void fail(int number, const std::string& text) { throw SystemError(number, text, ""); }
+[[noreturn]] void fail(int number, const std::string& text) { throw SystemError(number, text); }
 
 bool would_block(int number) { return number == EAGAIN || number == EWOULDBLOCK; }
 
@@ -237,21 +238,37 @@ bool Landing::split(const Extent& extent, std::vector<Part>& parts) const {
   return true;
 }
 
+bool Landing::Claimed::add(const Extent& extent) {
+  const int64_t start = extent.offset;
+  int64_t end = start + extent.length;
+  const auto after = end_of_.upper_bound(start);
+  if (after != end_of_.end() && after->first < end) return false;
+  const auto before = after == end_of_.begin() ? end_of_.end() : std::prev(after);
+  if (before != end_of_.end() && before->second > start) return false;
+  if (after != end_of_.end() && after->first == end) {
+    end = after->second;
+    end_of_.erase(after);
+  }
+  if (before != end_of_.end() && before->second == start) {
+    before->second = end;
+  } else {
+    end_of_.emplace(start, end);
+  }
+  return true;
+}
+
 std::string Landing::claim(const PutHeader& put) {
+  const std::lock_guard<std::mutex> lock(counting_);
+  // Extent by extent: those that overlap must not add up to more parts than there are bytes.
   std::vector<Part> parts;
   for (const Extent& extent : put.extents) {
+    parts.clear();
     if (!split(extent, parts)) return "not blocks of its reservation";
-  }
-  const std::lock_guard<std::mutex> lock(counting_);
-  for (const Part& part : parts) {
-    std::vector<Extent>& claimed = blocks_[part.number].claimed;
-    for (const Extent& other : claimed) {
-      if (part.within.offset < other.offset + other.length &&
-          other.offset < part.within.offset + part.within.length) {
+    for (const Part& part : parts) {
+      if (!blocks_[part.number].claimed.add(part.within)) {
         return "bytes of its reservation that came already";
       }
     }
-    claimed.push_back(part.within);
   }
   return "";
 }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -59,7 +60,8 @@ class Landing {
   // How many of the first blocks have arrived whole.
   uint64_t complete() const { return complete_.load(std::memory_order_acquire); }
 
-  // Takes the put's bytes, which then cannot come again; or says why they may not come.
+  // Takes the put's bytes, which then cannot come again; or says why they may not come, after which
+  // some of them may be taken.
   std::string claim(const PutHeader& put);
 
   // Receives a put that was claimed; what comes after `close` is thrown away. Waits as long as it
@@ -67,8 +69,17 @@ class Landing {
   void receive(int fd, const PutHeader& put);
 
  private:
+  // Bytes of a block that came, or are about to: ranges that do not touch.
+  class Claimed {
+   public:
+    // False, and nothing changes, when some of them are in it already.
+    bool add(const Extent& extent);
+
+   private:
+    std::map<int64_t, int64_t> end_of_;  // by where it starts
+  };
   struct Block {
-    std::vector<Extent> claimed;  // offsets within the block
+    Claimed claimed;
     uint64_t here = 0;            // bytes that have arrived
   };
   // What of a put goes into one block.

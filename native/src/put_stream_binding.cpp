@@ -54,7 +54,7 @@ void bind_put_stream(nb::module_& m) {
           "address"_a, "nbytes"_a, "block_bytes"_a, "blocks"_a)
       .def_prop_ro("complete", &Landing::complete)
       .def("close", &Landing::close, NoLock())
-      .def("claim", &Landing::claim, "put"_a)
+      .def("claim", &Landing::claim, "put"_a, NoLock())
       .def("receive", &Landing::receive, "fd"_a, "put"_a, NoLock());
 }
 

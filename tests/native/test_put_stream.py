@@ -4,13 +4,17 @@ fence.
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transport_rig import eventually
 
@@ -197,3 +201,72 @@ def test_a_send_that_moves_nothing_times_out(pair: tuple[socket.socket, socket.s
     pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
     with pytest.raises(TimeoutError):
         send_put(pair[0].fileno(), 1, data.ctypes.data, data.nbytes, runs((0, 0, data.nbytes)))
+
+
+def extents(sock: socket.socket, *rows: tuple[int, int]) -> None:
+    """The header of a put, without its bytes."""
+    flat = [number for row in rows for number in row]
+    sock.sendall(struct.pack(f"<QI{len(flat)}q", 1, len(rows), *flat))
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 47), st.integers(1, 12)), min_size=1, max_size=4),
+        max_size=12,
+    )
+)
+def test_each_byte_is_taken_once(puts: list[list[tuple[int, int]]]) -> None:
+    ours, peer = socket.socketpair()
+    memory = np.zeros(12 * BLOCK, dtype=np.uint8)
+    into = landing(memory, *range(12))
+    taken: set[int] = set()
+    with ours, peer:
+        for rows in puts:
+            extents(peer, *rows)
+            put = receive_header(ours.fileno())
+            assert put is not None
+            wanted = [at for start, length in rows for at in range(start, start + length)]
+            fits = max(wanted) < memory.nbytes
+            once = len(set(wanted)) == len(wanted) and not taken & set(wanted)
+            assert (into.claim(put) == "") == (fits and once)
+            if not (fits and once):
+                break
+            taken |= set(wanted)
+
+
+def test_very_many_runs_are_soon_taken() -> None:
+    """As many as a header has, one byte each with gaps between, again and again."""
+    count, rounds = 1 << 16, 8
+    memory = np.zeros(2 * count * rounds, dtype=np.uint8)
+    into = Landing(memory.ctypes.data, memory.nbytes, memory.nbytes, [0])
+    ours, peer = socket.socketpair()
+    with ours, peer:
+        ours.settimeout(30)
+        until = time.monotonic() + 60
+        for number in range(rounds):
+            rows = [(2 * (number * count + i), 1) for i in range(count)]
+            sending = threading.Thread(target=extents, args=(peer, *rows))
+            sending.start()
+            put = receive_header(ours.fileno())
+            sending.join()
+            assert put is not None
+            assert into.claim(put) == ""
+            assert time.monotonic() < until, f"{number + 1} of {rounds} took a minute"
+
+
+def test_overlapping_runs_are_refused_before_they_add_up() -> None:
+    """Each names every block: as many as a header has would not fit into memory."""
+    count, blocks = 1 << 9, 1 << 16
+    memory = np.zeros(blocks * BLOCK, dtype=np.uint8)
+    into = landing(memory, *range(blocks))
+    ours, peer = socket.socketpair()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with ours, peer:
+        rows = [(0, memory.nbytes)] * count
+        sending = threading.Thread(target=extents, args=(peer, *rows))
+        sending.start()
+        put = receive_header(ours.fileno())
+        sending.join()
+        assert put is not None and "came already" in into.claim(put)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
