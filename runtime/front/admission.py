@@ -1,13 +1,14 @@
-"""From one HTTP request to what the core is asked: tokenize, check, lay out the choices.
+"""From one HTTP request to what the core is asked: read, tokenize, check, lay out the choices.
 
-Owns the limits of prompt and answer. Sends nothing; `completions` runs what this returns.
+Owns the limits of prompt and answer, and that a large body costs the event loop little. Sends
+nothing; `completions` runs what this returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,19 +18,17 @@ from runtime.errors import TOO_LONG, RequestError
 from runtime.front.auth import Caller
 from runtime.front.detokenizer import Detokenizer
 from runtime.front.instance import Instance
-from runtime.front.openai_types import ChatBody, CompletionBody, GenerationBody
+from runtime.front.openai_types import ChatBody, CompletionBody, GenerationBody, parse_body
 from runtime.front.responses import ChatFormat, Choice, CompletionFormat, Format, Head
-from runtime.front.tokenizer import Tokenizer
 from runtime.protocol import CoreReady, Generate, RequestId
 
 DEADLINE_GRACE_S = 2.0
 """The core enforces the deadline and knows which leg was late; the front only backs it up."""
-_THREAD_CHARS = 1 << 14
-"""Longer texts are tokenized off the loop, so that they do not delay the tokens of others."""
-_MESSAGE_CHARS = 64
-"""A message costs the chat template about as much as this many characters."""
+_THREAD_BYTES = 1 << 14
+"""A larger body is understood off the loop, so that it does not delay the tokens of others."""
 
-ArgT = TypeVar("ArgT")
+Prompts = list[tuple[int, ...]]
+DoneT = TypeVar("DoneT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +47,33 @@ class Job:
     deadline: float
 
 
-async def plan_job(
+async def understand(http: web.Request, work: Callable[[bytes], DoneT]) -> DoneT:
+    """What `work` makes of the body: parsed, tokenized. It may run on another thread."""
+    raw = await _read_body(http)
+    return work(raw) if len(raw) < _THREAD_BYTES else await asyncio.to_thread(work, raw)
+
+
+def tokenized(
+    instance: Instance, kind: type[ChatBody | CompletionBody], raw: bytes
+) -> tuple[ChatBody | CompletionBody, Prompts]:
+    """One body and its prompts' tokens. Raises RequestError."""
+    body = parse_body(raw, kind)
+    instance.require_model(body.model)
+    tokenizer = instance.tokenizer
+    if isinstance(body, ChatBody):
+        return body, [tuple(tokenizer.encode_chat(body.messages))]
+    return body, [tuple(tokenizer.encode(p)) if isinstance(p, str) else p for p in body.prompt]
+
+
+def plan_job(
     instance: Instance,
     ready: CoreReady,
     caller: Caller,
     body: ChatBody | CompletionBody,
+    prompts: Prompts,
     arrived: float,
 ) -> Job:
     """Raises RequestError for a prompt that cannot be served."""
-    prompts = await _encode(instance, body)
     limits = [_token_limit(body, p, ready) for p in prompts]
     seed = body.base_seed()
     generates, choices = list[Generate](), list[Choice]()
@@ -87,29 +104,6 @@ async def plan_job(
     )
 
 
-async def _encode(instance: Instance, body: ChatBody | CompletionBody) -> list[tuple[int, ...]]:
-    tokenizer = instance.tokenizer
-    if isinstance(body, ChatBody):
-        return [tuple(await encode_chat(tokenizer, body.messages))]
-    prompts = []
-    for prompt in body.prompt:
-        if isinstance(prompt, str):
-            prompt = tuple(await encode_text(len(prompt), tokenizer.encode, prompt))
-        prompts.append(prompt)
-    return prompts
-
-
-async def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation's tokens; many messages are work for the template, however short they are."""
-    size = sum(len(m["content"]) + _MESSAGE_CHARS for m in messages)
-    return await encode_text(size, tokenizer.encode_chat, messages)
-
-
-async def encode_text(size: int, encode: Callable[[ArgT], list[int]], argument: ArgT) -> list[int]:
-    """Tokenize `size` characters, beside the loop when there are many."""
-    return encode(argument) if size < _THREAD_CHARS else await asyncio.to_thread(encode, argument)
-
-
 def _format(instance: Instance, caller: Caller, body: ChatBody | CompletionBody) -> Format:
     chat = isinstance(body, ChatBody)
     head = Head(
@@ -135,17 +129,16 @@ def _token_limit(body: GenerationBody, prompt: tuple[int, ...], ready: CoreReady
     )
     if not prompt:
         raise RequestError("the prompt has no tokens", param=param)
-    beyond = next((t for t in prompt if t >= ready.vocab_size), None)
-    if beyond is not None:
-        raise RequestError(
-            f"token id {beyond} is beyond the vocabulary of {ready.vocab_size}", param=param
-        )
     if size >= limit:
         raise RequestError(
             f"the prompt has {size} tokens; the context of this model is {limit} tokens, "
             "answer included",
             param=param,
             code=TOO_LONG,
+        )
+    if max(prompt) >= ready.vocab_size:
+        raise RequestError(
+            f"token id {max(prompt)} is beyond the vocabulary of {ready.vocab_size}", param=param
         )
     wanted = body.wanted_tokens
     if wanted is not None and size + wanted > limit:
@@ -158,7 +151,7 @@ def _token_limit(body: GenerationBody, prompt: tuple[int, ...], ready: CoreReady
     return wanted or min(body.default_tokens or limit, limit - size)
 
 
-async def read_body(http: web.Request) -> bytes:
+async def _read_body(http: web.Request) -> bytes:
     """Raises HTTPRequestEntityTooLarge, before reading where the length is announced."""
     size = http.content_length
     if size is not None and size > http.client_max_size:

@@ -12,17 +12,18 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
 from runtime.answers import error_object, json_response, sse_event
 from runtime.errors import LegError, RuntimeFailure
-from runtime.front.admission import Job, plan_job, read_body
+from runtime.front.admission import Job, plan_job, tokenized, understand
 from runtime.front.auth import Caller, Gate
 from runtime.front.core_client import CoreEvent, Flow
 from runtime.front.http_errors import failure_of
 from runtime.front.instance import Instance, own_leg
-from runtime.front.openai_types import ChatBody, CompletionBody, parse_body
+from runtime.front.openai_types import ChatBody, CompletionBody
 from runtime.front.responses import (
     SSE_DONE,
     Choice,
@@ -76,9 +77,8 @@ class Completions:
         arrived = time.monotonic()
         caller = http[CALLER] = self._gate.admit(http)
         ready = self._instance.require_serving()
-        body = parse_body(await read_body(http), kind)
-        self._instance.require_model(body.model)
-        job = await plan_job(self._instance, ready, caller, body, arrived)
+        body, prompts = await understand(http, partial(tokenized, self._instance, kind))
+        job = plan_job(self._instance, ready, caller, body, prompts, arrived)
         return await self._run(http, job)
 
     # ---- the way through the core ---------------------------------------------------------------

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from runtime.answers import json_response
 from runtime.errors import LegError, RequestError
-from runtime.front.admission import encode_chat, encode_text, read_body
+from runtime.front.admission import understand
 from runtime.front.auth import Gate
 from runtime.front.instance import STATS_TIMEOUT_S, Instance
 from runtime.front.openai_types import DetokenizeBody, TokenizeBody, parse_body
@@ -54,13 +54,16 @@ class Endpoints:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         self._gate.admit(http)
-        body = parse_body(await read_body(http), TokenizeBody)
+        return await understand(http, self._tokenize)
+
+    def _tokenize(self, raw: bytes) -> web.Response:
+        body = parse_body(raw, TokenizeBody)
         self._instance.require_model(body.model)
         tokenizer = self._instance.tokenizer
         if body.messages is not None:
-            tokens = await encode_chat(tokenizer, body.messages)
+            tokens = tokenizer.encode_chat(body.messages)
         else:
-            tokens = await encode_text(len(body.prompt or ""), tokenizer.encode, body.prompt or "")
+            tokens = tokenizer.encode(body.prompt or "")
         ready = self._instance.core.ready
         return json_response(
             {
@@ -72,12 +75,14 @@ class Endpoints:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         self._gate.admit(http)
-        body = parse_body(await read_body(http), DetokenizeBody)
+        return await understand(http, self._detokenize)
+
+    def _detokenize(self, raw: bytes) -> web.Response:
+        body = parse_body(raw, DetokenizeBody)
         self._instance.require_model(body.model)
-        vocab = self._vocab_size()
-        for token in body.tokens:
-            if token >= vocab:
-                raise RequestError(f"token id {token} is not in 0..{vocab - 1}", param="tokens")
+        vocab, largest = self._vocab_size(), max(body.tokens, default=0)
+        if largest >= vocab:
+            raise RequestError(f"token id {largest} is not in 0..{vocab - 1}", param="tokens")
         text = self._instance.tokenizer.decode(body.tokens, skip_special=False)
         return json_response({"prompt": text})
 

@@ -87,9 +87,10 @@ class Instance:
         return self.core.ready
 
     def require_model(self, name: str | None) -> None:
-        if name is not None and name != self.config.model.name:
+        served = self.config.model.name
+        if name is not None and name != served:
             raise RequestError(
-                f"the model {name!r} does not exist; this server has {self.config.model.name!r}",
+                f"the model {name[:64]!r} does not exist; this server has {served!r}",
                 param="model",
                 status=404,
                 code="model_not_found",

@@ -9,19 +9,31 @@ import secrets
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from runtime.errors import RequestError
+from runtime.front import content
+from runtime.front.content import MAX_CHOICES, MAX_SMALL_BYTES
 from runtime.front.parameters import strip_parameters
 from runtime.protocol import SamplingParams
 
-MAX_CHOICES = 128
 MAX_STOPS = 16
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; chat completions may fill the context."""
 
 _SEED_MASK = (1 << 63) - 1
-_ROLES = ("system", "developer", "user", "assistant")
+_CONTENT = frozenset({"messages", "prompt", "tokens"})
+"""What `content` reads from its JSON. All else is small."""
+_ERROR_CHARS = 300
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -35,74 +47,19 @@ def _stops(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
+def _stop_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(t) is int and 0 <= t < 1 << 31 for t in value):
         raise ValueError("must be a list of token ids")
     return tuple(value)
 
 
-def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
-    """A string, a list of strings, a list of token ids, or a list of those: as prompts."""
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and value:
-        if all(isinstance(v, str) for v in value):
-            return tuple(value)
-        if all(type(v) is int for v in value):
-            return (_token_ids(value),)
-        if all(isinstance(v, list) for v in value):
-            return tuple(_token_ids(v) for v in value)
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of those")
-
-
-def _text(value: object) -> str:
-    """Message content: a string, or text parts, which are joined by newlines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or kind != "text":
-            raise ValueError(f"has a part of type {kind!r}; only 'text' parts are supported")
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise ValueError("has a text part whose 'text' is not a string")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _messages(value: object) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a list of at least one message")
-    return [_message(m, i) for i, m in enumerate(value)]
-
-
-def _message(value: object, index: int) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise ValueError(f"[{index}] must be an object with role and content")
-    role = value.get("role")
-    if role not in _ROLES:
-        raise ValueError(f"[{index}].role is {role!r}; it must be one of {', '.join(_ROLES)}")
-    for name, item in value.items():
-        # Clients send an answer's message back as they got it, with its empty fields.
-        if name not in ("role", "content", "name") and item not in (None, [], ""):
-            raise ValueError(f"[{index}].{name} is not supported")
-    content = value.get("content")
-    if content is None and role != "assistant":
-        raise ValueError(f"[{index}].content is missing")
-    try:
-        text = _text(content if content is not None else "")
-    except ValueError as e:
-        raise ValueError(f"[{index}].content {e}") from e
-    return {"role": "system" if role == "developer" else str(role), "content": text}
-
-
 Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
-TokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids)]
-Prompts = Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
-Messages = Annotated[list[dict[str, str]], BeforeValidator(_messages)]
+StopIds = Annotated[tuple[int, ...], BeforeValidator(_stop_ids)]
+# Checked whole by their readers: pydantic would build each of their elements again.
+Text = Annotated[str, PlainValidator(content.string)]
+TokenIds = Annotated[tuple[int, ...], PlainValidator(content.token_ids)]
+Prompts = Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(content.prompts)]
+Messages = Annotated[list[dict[str, str]], PlainValidator(content.messages)]
 
 
 class _Body(BaseModel):
@@ -131,7 +88,7 @@ class GenerationBody(_Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     ignore_eos: bool = False
-    stop_token_ids: TokenIds = ()
+    stop_token_ids: StopIds = ()
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -225,7 +182,7 @@ class TokenizeBody(_Body):
     """POST /tokenize: either a text or a conversation."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
 
@@ -248,22 +205,31 @@ Kind = Literal["chat", "completion"]
 def parse_body(raw: bytes, kind: type[BodyT]) -> BodyT:
     """Raises RequestError with the first thing that is wrong."""
     try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as e:
-        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object", code="invalid_json")
-    try:
-        return kind.model_validate(strip_parameters(value, kind.model_fields.keys()))
+        fields = strip_parameters(_fields.decode(raw), kind.model_fields.keys())
+        return kind.model_validate({name: _value(name, json) for name, json in fields.items()})
     except ValidationError as e:
         raise _request_error(e) from e
+    except msgspec.ValidationError as e:
+        raise RequestError("the body must be a JSON object", code="invalid_json") from e
+    except (msgspec.MsgspecError, RecursionError) as e:
+        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
+
+
+def _value(name: str, json: msgspec.Raw) -> object:
+    if name in _CONTENT:
+        return json
+    if len(json) > MAX_SMALL_BYTES:
+        raise RequestError(
+            f"{name} is over the limit of {MAX_SMALL_BYTES} bytes", param=name, code="invalid_value"
+        )
+    return content.small(json)
 
 
 def _request_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
+    param = ".".join(str(part) for part in first["loc"])[:_ERROR_CHARS]
     cause = first.get("ctx", {}).get("error")
-    message = str(cause) if isinstance(cause, ValueError) else first["msg"]
+    message = (str(cause) if isinstance(cause, ValueError) else first["msg"])[:_ERROR_CHARS]
     if first["type"] == "missing":
         return RequestError(f"{param} is required", param=param, code="missing_parameter")
     if not param:  # a rule over several fields; its message begins with the field's name

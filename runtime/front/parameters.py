@@ -7,9 +7,12 @@ served or refused.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+from msgspec import Raw
 
 from runtime.errors import RequestError
+from runtime.front.content import small
 
 IGNORED = frozenset(
     {
@@ -47,25 +50,29 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Refused, unless the value asks for nothing (listed here; null always does)."""
 
 
-def strip_parameters(body: dict[str, object], known: Collection[str]) -> dict[str, object]:
+def strip_parameters(body: Mapping[str, Raw], known: Collection[str]) -> dict[str, Raw]:
     """The body without nulls and what is ignored. Raises RequestError for what is not served."""
-    kept: dict[str, object] = {}
+    kept: dict[str, Raw] = {}
     for name, value in body.items():
-        if value is None or name in IGNORED:
+        if name in IGNORED or _is_null(value):
             continue
         if name in UNSUPPORTED:
             _require_inert(name, value, body)
         elif name in known:
             kept[name] = value
         else:
-            raise RequestError(_unknown(name, known), param=name, code="unknown_parameter")
+            raise _unknown(name, known)
     return kept
 
 
-def _require_inert(name: str, value: object, body: dict[str, object]) -> None:
-    inert = UNSUPPORTED[name]
+def _is_null(value: Raw) -> bool:
+    return len(value) == 4 and small(value) is None
+
+
+def _require_inert(name: str, json: Raw, body: Mapping[str, Raw]) -> None:
+    value, inert = small(json), UNSUPPORTED[name]
     if name == "best_of":
-        inert = (body.get("n") or 1,)
+        inert = ((small(body["n"]) if "n" in body else None) or 1,)
     # 0 == False and 1 == True in Python; in JSON they are different values.
     if any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in inert):
         return
@@ -76,7 +83,8 @@ def _require_inert(name: str, value: object, body: dict[str, object]) -> None:
     )
 
 
-def _unknown(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, [*known, *IGNORED, *UNSUPPORTED], n=1)
+def _unknown(name: str, known: Collection[str]) -> RequestError:
     shown = name if len(name) <= 64 else name[:64] + "…"
-    return f"unknown parameter {shown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    close = difflib.get_close_matches(shown, [*known, *IGNORED, *UNSUPPORTED], n=1)
+    message = f"unknown parameter {shown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    return RequestError(message, param=shown, code="unknown_parameter")

@@ -168,7 +168,7 @@ def _known_model(model: str | None, models: frozenset[str]) -> str:
     if model not in models:
         names = ", ".join(sorted(models))
         raise RequestError(
-            f"the model {model!r} does not exist; this deployment serves {names}",
+            f"the model {model[:64]!r} does not exist; this deployment serves {names}",
             param="model",
             status=404,
             code="model_not_found",

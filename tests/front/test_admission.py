@@ -1,42 +1,60 @@
-"""Long prompts and long conversations are tokenized beside the event loop."""
+"""Large bodies are parsed and tokenized beside the event loop."""
 
 from __future__ import annotations
 
-import asyncio
+import http.client
+import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from runtime.front.admission import encode_chat, encode_text
+from runtime.front import completions, endpoints
 
 
-class Noting:
-    """A tokenizer that notes whose thread it runs on."""
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", lambda n: {"prompt": "x" * n, "max_tokens": 1}),
+        ("/v1/completions", lambda n: {"prompt": ["x" * (n // 100)] * 100, "max_tokens": 1}),
+        ("/v1/completions", lambda n: {"prompt": [1] * (n // 3), "max_tokens": 1}),
+        ("/v1/chat/completions", lambda n: {"messages": [{"role": "user", "content": "x" * n}]}),
+        (
+            "/v1/chat/completions",
+            lambda n: {"messages": [{"role": "user", "content": ""}] * (n // 32)},
+        ),
+        ("/tokenize", lambda n: {"prompt": "x" * n}),
+        ("/detokenize", lambda n: {"tokens": [1] * (n // 3)}),
+    ],
+    ids=["text", "many-texts", "ids", "chat", "many-messages", "tokenize", "detokenize"],
+)
+def test_a_large_body_does_not_hold_up_the_loop(
+    start_front: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: Callable[[int], dict[str, Any]],
+) -> None:
+    front = start_front(core_options=["--context", "200000"])
+    threads = []
 
-    def __init__(self) -> None:
-        self.threads: list[threading.Thread] = []
+    def note(work: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return work(*arguments)
 
-    def encode(self, text: str) -> list[int]:
-        self.threads.append(threading.current_thread())
-        return [len(text)]
+        return noting
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        self.threads.append(threading.current_thread())
-        return [len(messages)]
-
-
-@pytest.mark.parametrize(("chars", "beside"), [(10, False), (100_000, True)])
-def test_a_long_text_does_not_hold_up_the_loop(chars: int, beside: bool) -> None:
-    noting = Noting()
-    assert asyncio.run(encode_text(chars, noting.encode, "x" * chars)) == [chars]
-    assert (noting.threads != [threading.main_thread()]) == beside
+    monkeypatch.setattr(completions, "tokenized", note(completions.tokenized))
+    monkeypatch.setattr(endpoints, "parse_body", note(endpoints.parse_body))
+    for size in (200, 100_000):
+        request = json.dumps({"model": "tiny"} | body(size)).encode()
+        assert post(front, path, request) == 200
+    small, large = threads
+    assert (small is front._thread, large is front._thread) == (True, False)
 
 
-@pytest.mark.parametrize(("count", "beside"), [(3, False), (10_000, True)])
-def test_many_short_messages_do_not_hold_up_the_loop(count: int, beside: bool) -> None:
-    noting: Any = Noting()
-    messages = [{"role": "user", "content": ""}] * count
-    assert asyncio.run(encode_chat(noting, messages)) == [count]
-    assert (noting.threads != [threading.main_thread()]) == beside
+def post(front: Any, path: str, body: bytes) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+    connection.request("POST", path, body)
+    return connection.getresponse().status

@@ -247,6 +247,12 @@ def test_a_prompt_over_the_context_names_both_numbers(front: Any) -> None:
     assert "600" in answer["error"]["message"] and "512" in answer["error"]["message"]
 
 
+def test_a_prompt_over_the_context_is_refused_by_its_length(front: Any) -> None:
+    body = json.dumps({"model": "tiny", "prompt": [1_000_000] * 600}).encode()
+    _, answer, _ = post(front, "/v1/completions", body)
+    assert answer["error"]["code"] == TOO_LONG, "its ids need not be looked at"
+
+
 def test_the_last_of_duplicate_keys_counts(front: Any) -> None:
     body = b'{"model":"no","model":"tiny","prompt":"hi"}'
     assert post(front, "/v1/completions", body)[0] == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from runtime.errors import RequestError
 from runtime.front.openai_types import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     TokenizeBody,
     parse_body,
 )
@@ -247,4 +249,82 @@ def test_tokenize_takes_one_of_both() -> None:
 def test_too_many_choices_name_the_prompt() -> None:
     with pytest.raises(RequestError, match="over the limit of 128") as failure:
         completion(prompt=["a"] * 65, n=2)
+    assert failure.value.param == "prompt"
+
+
+MANY = 300_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (CompletionBody, b'"prompt":[' + b"[1]," * MANY + b"[1]]", "over the limit of 128"),
+        (CompletionBody, b'"prompt":[[' + b"[]," * MANY + b"[]]]", "over the limit of 128"),
+        (CompletionBody, b'"prompt":[' + b"{}," * MANY + b"{}]", "prompt must be"),
+        (CompletionBody, b'"prompt":[' + b"1," * (1 << 20) + b"1]", "has 1048577 token ids"),
+        (CompletionBody, b'"prompt":["",' + b"[]," * MANY + b"[]]", "prompt must be"),
+        (ChatBody, b'"messages":[' + b"[]," * MANY + b"[]]", "messages[0] must be an object"),
+        (ChatBody, b'"messages":[{"content":[' + b"[]," * MANY + b"[]]}]", "messages[0].role"),
+        (
+            ChatBody,
+            b'"messages":[{"role":"user","content":[' + b"[]," * MANY + b"[]]}]",
+            "messages[0].content must be",
+        ),
+        (
+            ChatBody,
+            b'"messages":[{"role":"user","content":"x","x":[' + b"[]," * MANY + b"[]]}]",
+            "messages[0].x is not supported",
+        ),
+        (
+            ChatBody,
+            b'"messages":[{"role":[' + b"[]," * MANY + b"[]]}]",
+            "messages[0].role is 'over 65536 bytes'",
+        ),
+        (ChatBody, b'"tools":[' + b"[]," * MANY + b"[]]", "tools is not supported"),
+        (ChatBody, b'"temperature":[' + b"[]," * MANY + b"[]]", "over the limit of 65536 bytes"),
+        (ChatBody, b'"stop":[' + b"[]," * MANY + b"[]]", "over the limit of 65536 bytes"),
+        (ChatBody, b'"metadata":[' + b"[]," * MANY + b"[]]", "messages is required"),
+        (DetokenizeBody, b'"tokens":[' + b"[]," * MANY + b"[]]", "tokens must be"),
+        (DetokenizeBody, b'"tokens":[' + b"1," * (1 << 20) + b"1]", "has 1048577 token ids"),
+    ],
+    ids=lambda v: str(v[:40]) if isinstance(v, bytes) else "",
+)
+def test_what_a_large_field_cannot_be_is_refused_without_being_built(
+    kind: Any, fields: bytes, words: str
+) -> None:
+    raw = b'{"model":"m",' + fields + b"}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as failure:
+            parse_body(raw, kind)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert words in str(failure.value)
+    assert peak < 4 * len(raw), "as objects it takes 15 times its size or more"
+
+
+def test_an_error_does_not_send_back_what_it_complains_about() -> None:
+    long = "x" * 1_000_000
+    for fields in (
+        {long: 1},
+        {"model": long},
+        {"stream": True, "stream_options": {long[:9000]: 1}},
+    ):
+        with pytest.raises(RequestError) as failure:
+            chat(**fields)
+        assert len(str(failure.value)) < 1000 and len(failure.value.param or "") < 1000
+    for message in ({"role": long[:9000]}, {"role": "user", "content": "x", long: 1}):
+        with pytest.raises(RequestError) as failure:
+            chat(messages=[message])
+        assert len(str(failure.value)) < 1000
+
+
+def test_the_json_inside_of_a_field_is_checked_too() -> None:
+    for raw in (b'{"model": "\xff"}', b'{"temperature": 1e999}', b'{"n": 1' + b"[" * 100):
+        with pytest.raises(RequestError) as failure:
+            parse_body(raw, CompletionBody)
+        assert failure.value.code == "invalid_json"
+    with pytest.raises(RequestError) as failure:
+        parse_body(b'{"model": "m", "prompt": "\xff"}', CompletionBody)
     assert failure.value.param == "prompt"
