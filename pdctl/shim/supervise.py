@@ -114,9 +114,9 @@ class Supervisor:
             if info and info.si_signo != signal.SIGCHLD:
                 self.ask_to_stop()
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
-                os.kill(
-                    self.pid, signal.SIGKILL
-                )  # ours and not reaped: the pid cannot be another's
+                # Ours and not reaped: the pid cannot be another's.
+                os.kill(self.pid, signal.SIGKILL)
+                self.kill_at = time.monotonic() + TICK_S  # a driver may keep it for a while
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == self.pid:

@@ -19,6 +19,7 @@ from supervision import STUB, Lab, eventually, gone
 
 from pdctl.errors import HostCommandError
 from pdctl.shim import control
+from pdctl.shim.supervise import Supervisor
 
 ESCAPES = f"""
 import importlib.util, sys, time
@@ -65,6 +66,24 @@ def test_a_service_deaf_to_sigterm_is_killed_after_the_grace(lab: Lab) -> None:
     assert 0.4 < time.monotonic() - begun < 5
     assert gone(pid)
     assert lab.status()["exit"]["signal"] == signal.SIGKILL
+
+
+def test_its_supervisor_waits_for_one_that_a_driver_keeps_from_dying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two KILLs it sleeps: a busy core would slow down the others."""
+    (tmp_path / "demo" / "a").mkdir(parents=True)
+    supervisor = Supervisor(str(tmp_path / "demo" / "a"), *os.pipe())
+    supervisor.pid, supervisor.kill_at = 1 << 30, 0.0  # no such process
+    waits: list[float] = []
+    kills: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "sigtimedwait", lambda _, seconds: waits.append(seconds))
+        patch.setattr(os, "waitpid", lambda *_: (supervisor.pid, 9) if len(waits) == 4 else (0, 0))
+        patch.setattr(os, "kill", lambda *what: kills.append(what))
+        assert supervisor.watch() == 9
+    assert len(waits) == 4 and min(waits[1:]) > 0.5
+    assert kills[0] == (supervisor.pid, signal.SIGKILL)
 
 
 def test_a_double_forked_renamed_daemon_goes_too(lab: Lab) -> None:
