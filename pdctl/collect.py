@@ -14,7 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from pdctl.health import get, get_json
 from pdctl.hosts import Host
 from pdctl.records import ServiceRecord
 from pdctl.shim import redact
+from pdctl.shim.files import NAME
 from pdctl.status import DeploymentStatus, assess
 
 TIMEOUT_S = 120.0
+_OF_HOST = ("facts.json", "known.json", "audit.log")
 FAILURE_TIMEOUT_S = 20.0
 """The rollback waits for it."""
 
@@ -47,7 +49,7 @@ class Evidence:
     records: tuple[ServiceRecord, ...]
     status: DeploymentStatus | None
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Host -> why nothing came from it."""
+    """Host, or host/service -> why nothing came from it."""
     error: str = ""
     """Why `up` failed."""
 
@@ -87,8 +89,7 @@ def collect(name: str | None, folder: Path | None, where: Where = ANYWHERE) -> C
             status,
             {**found.lost(), **failed},
         )
-    path = save(evidence, folder or _fresh(f"pdctl-collect-{evidence.name}"))
-    return Collected(path, evidence.missing)
+    return save(evidence, folder or _fresh(f"pdctl-collect-{evidence.name}"))
 
 
 def collect_failure(fleet: Fleet, path: Path, error: PdctlError) -> Path:
@@ -99,11 +100,12 @@ def collect_failure(fleet: Fleet, path: Path, error: PdctlError) -> Path:
     missing = {host: str(e) for host, e in fleet.lost.items()}
     text = f"{error}\n{error.hint}".strip()
     evidence = Evidence(fleet.deployment, str(path), dict(answers), records, None, missing, text)
-    return save(evidence, _fresh("pdctl-failure"))
+    return save(evidence, _fresh("pdctl-failure")).path
 
 
-def save(evidence: Evidence, folder: Path) -> Path:
+def save(evidence: Evidence, folder: Path) -> Collected:
     """Write it all. Directories are 0700, files 0600, from the first byte."""
+    evidence = _without_bad_names(evidence)
     try:
         folder.mkdir(mode=0o700, parents=True)
         for name, text in _files(evidence).items():
@@ -112,7 +114,25 @@ def save(evidence: Evidence, folder: Path) -> Path:
         raise StateError(f"{folder} is there already", hint="name another with -o") from e
     except OSError as e:
         raise StateError(f"{e.filename or folder}: {e.strerror}", hint="use -o DIR") from e
-    return folder.resolve()
+    return Collected(folder.resolve(), evidence.missing)
+
+
+def _without_bad_names(evidence: Evidence) -> Evidence:
+    """A host gives names to files here, and may be in anybody's hands: none leaves its folder."""
+    answers: dict[str, Mapping[str, Any]] = {}
+    missing = dict(evidence.missing)
+    for host, answer in evidence.answers.items():
+        if "/" in host or host in (".", ".."):  # from the word of another host
+            missing[host] = f"{host!r} cannot be the name of a folder"
+            continue
+        services = dict(answer["services"])
+        for service in answer["services"]:
+            names = (service, *services[service])
+            if service in _OF_HOST or not all(map(NAME.match, names)):
+                missing[f"{host}/{service}"] = f"{host}: {service!r} or a file of it has a bad name"
+                del services[service]
+        answers[host] = {**answer, "services": services}
+    return replace(evidence, answers=answers, missing=missing)
 
 
 def _fresh(stem: str) -> Path:

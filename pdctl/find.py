@@ -231,7 +231,7 @@ def _ask(found: Found, addresses: Mapping[str, str | None], hosts: Mapping[str, 
 
 def _only(answer: Mapping[str, Any]) -> str:
     """The deployment on a host; empty when it has none."""
-    names = sorted(answer["deployments"])
+    names = sorted(filter(NAME.match, answer["deployments"]))  # it becomes the name of a file
     if len(names) > 1:
         raise UsageError(f"there are {len(names)} deployments: {', '.join(names)}", hint=WHICH)
     return names[0] if names else ""
@@ -243,7 +243,7 @@ def told(answers: Iterable[Mapping[str, Any]], name: str) -> list[tuple[KnownDep
     for answer in answers:
         entry = answer["deployments"].get(name) or {}
         known = KnownDeployment.parse(entry)
-        if known is not None:
+        if known is not None and known.name == name:
             said.append((known, set(map(str, entry.get("keys", ())))))
     return said
 

@@ -13,9 +13,11 @@ from free_ports import free_port
 from supervision import Home, Site
 
 from pdctl import ops
+from pdctl.collect import Evidence, save
 from pdctl.errors import ServiceFailed, StateError
 from pdctl.shim import redact
 
+UP = "/".join(("..", ".."))
 SECRETS = ("hush-hush", "sk-first-key", "second-key-of-many", "pass-in-log")
 DECODE = {"host": "local", "kv_cache": "1MiB", "cpu_buffer": "1MiB"}
 
@@ -80,6 +82,27 @@ def test_it_is_never_written_into_what_is_there(running: Path, tmp_path: Path) -
     assert json.loads(first.stdout) == made and first.returncode == 0
     with pytest.raises(StateError, match="is there already"):
         ops.collect("demo", target)
+
+
+@pytest.mark.parametrize(
+    ("service", "file"),
+    [(f"{UP}/victim", "rc"), ("a", f"{UP}/../victim/rc"), ("a", "/etc/rc"), ("facts.json", "rc")],
+)
+def test_a_host_writes_nowhere_else(tmp_path: Path, service: str, file: str) -> None:
+    (tmp_path / "victim").mkdir()
+    good = {"out.log": "a line\n"}
+    services = {"b": good, service: {**good, file: "evil"}}
+    answer = {"facts": {}, "known": "{}", "audit": "", "services": services}
+    evidence = Evidence("demo", "", {"gpu-a": answer, "..": answer}, (), None)
+    saved = save(evidence, tmp_path / "out")
+    assert list((tmp_path / "victim").iterdir()) == [] and set(saved.missing) == {
+        "..",
+        f"gpu-a/{service}",
+    }
+    assert {p.name for p in tmp_path.iterdir()} == {"victim", "out"}
+    written = files(saved.path)
+    assert written["gpu-a/b/out.log"] == "a line\n" and "evil" not in written.values()
+    assert json.loads(written["summary.json"])["missing"] == saved.missing
 
 
 def test_a_failed_up_leaves_the_evidence_of_before_the_rollback(home: Home, site: Site) -> None:

@@ -17,7 +17,7 @@ from supervision import Home, Site
 from pdctl import ops, state
 from pdctl.down import _stop
 from pdctl.errors import HostUnreachable, PdctlError, UsageError
-from pdctl.find import Where, further, this_machine
+from pdctl.find import Where, _only, further, this_machine, told
 from pdctl.hold import locked
 from pdctl.state import KnownDeployment
 
@@ -60,6 +60,13 @@ def test_one_host_leads_to_the_others(
     assert found == more
     assert list(unreachable) == (lost or [])
     assert all("the machine of ada@lap," in str(e) for e in unreachable.values())
+
+
+def test_a_host_says_nothing_of_other_names(home: Home) -> None:
+    """The name becomes a file on this machine."""
+    entry = {"name": "../evil", "topology": "", "keys": ["a"]}
+    assert told([{"deployments": {"demo": entry}}], "demo") == []
+    assert _only({"deployments": {"../evil": {}, "demo": {}}}) == "demo"
 
 
 def test_every_host_knows_the_whole_deployment(home: Home, site: Site) -> None:
