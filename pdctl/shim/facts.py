@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
 import resource
 import shutil
 import socket
@@ -20,6 +21,8 @@ SIOCGIFADDR = 0x8915
 CAP_IPC_LOCK = 14
 GPU_TIMEOUT_S = 20.0
 _QUERY = "--query-gpu=index,name,memory.free,memory.total"
+# Other lines are warnings, or tell of a GPU that fell off the bus.
+_ROW = re.compile(r"\s*(\d+)\s*,\s*(.+?)\s*,\s*([^,]+?)\s*,\s*([^,]+?)\s*\Z")
 
 
 def clock(base: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -132,14 +135,14 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as e:
         return [], f"nvidia-smi: {e}"
-    if done.returncode:
+    rows = [found.groups() for found in map(_ROW.match, done.stdout.splitlines()) if found]
+    if done.returncode or not rows:
         said = (done.stdout + done.stderr).strip().splitlines()
-        return [], f"nvidia-smi: {said[0] if said else f'exit code {done.returncode}'}"
-    gpus = []
-    for line in done.stdout.splitlines():
-        index, name, free, total = (part.strip() for part in line.split(","))
-        gpus.append({"index": int(index), "name": name, "free": _mib(free), "total": _mib(total)})
-    return gpus, ""
+        return [], f"nvidia-smi: {said[0] if said else f'no GPU, exit code {done.returncode}'}"
+    return [
+        {"index": int(index), "name": name, "free": _mib(free), "total": _mib(total)}
+        for index, name, free, total in rows
+    ], ""
 
 
 def _mib(text: str) -> int:

@@ -74,6 +74,8 @@ class Session:
         except OSError as e:
             where = e.filename or request["base"]  # a full disk names no file
             return Refused("state", f"{where}: {e.strerror or e}").answer
+        except Exception as e:  # one question that fails costs neither the others nor the lock
+            return Refused("request", f"shim {request.get('do')}: {type(e).__name__}: {e}").answer
 
     def _do(self, base: str, request: dict[str, Any]) -> dict[str, Any]:
         what = request["do"]
@@ -101,7 +103,7 @@ class Session:
         what = request["do"]
         try:
             answer: dict[str, Any] = _function(CHANGING[what])(base, request)
-        except (Refused, OSError) as e:
+        except Exception as e:
             audit.record(base, request, audit.failed(request, e))
             raise
         audit.record(base, request, audit.changes(what, answer))

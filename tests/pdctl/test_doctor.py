@@ -251,7 +251,8 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
 def test_gpus_as_nvidia_smi_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mock stands in for the tool of a GPU's driver."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, NVIDIA H100, 81000, 81559'\necho '1, Odd, [N/A], 1'\n")
+    rows = ("WARNING: infoROM, corrupted", "0, NVIDIA H100, 81000, 81559", "", "1, Odd, [N/A], 1")
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     gpus = facts.facts(str(tmp_path), {})["gpus"]
@@ -259,6 +260,7 @@ def test_gpus_as_nvidia_smi_tells_them(tmp_path: Path, monkeypatch: pytest.Monke
         (0, "NVIDIA H100", 81000),
         (1, "Odd", 0),
     ]
-    tool.write_text("#!/bin/sh\necho 'cannot talk to the driver'; exit 9\n")
-    broken = facts.facts(str(tmp_path), {})
-    assert broken["gpus"] == [] and broken["gpu_error"] == "nvidia-smi: cannot talk to the driver"
+    for said, code in (("cannot talk to the driver", 9), ("No devices were found", 0)):
+        tool.write_text(f"#!/bin/sh\necho '{said}'; exit {code}\n")
+        broken = facts.facts(str(tmp_path), {})
+        assert (broken["gpus"], broken["gpu_error"]) == ([], f"nvidia-smi: {said}")

@@ -249,6 +249,16 @@ def test_an_answer_that_came_too_late_is_not_taken_for_another(lab: Lab) -> None
         assert session.call("status", {}, timeout=30)["services"][0]["state"] == "exited"
 
 
+def test_a_question_that_fails_costs_neither_the_session_nor_its_lock(lab: Lab) -> None:
+    with Session(lab.host, "demo", purpose="down", wait_s=1) as session:
+        with pytest.raises(HostCommandError, match="shim stop: ValueError: could not convert"):
+            session.call("stop", {"timeout": "soon"})
+        with pytest.raises(Locked):
+            Session(lab.host, "demo", purpose="up", wait_s=0)
+        assert session.call("status", {})["services"] == []
+    assert "failed" in lab.call("audit", {"deployment": "demo", "lines": 1})["audit"][0]["result"]
+
+
 def test_the_log_has_a_cap(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "LOG_CAP_BYTES", 100)
     directory = lab.home.dir("demo", "a")
