@@ -77,16 +77,16 @@ class Completions:
         arrived = time.monotonic()
         caller = http[CALLER] = self._gate.admit(http)
         ready = self._instance.require_serving()
-        body, prompts = await understand(http, partial(tokenized, self._instance, kind))
-        job = plan_job(self._instance, ready, caller, body, prompts, arrived)
-        return await self._run(http, job)
+        with self._instance.under_way(caller.request_id):
+            body, prompts = await understand(http, partial(tokenized, self._instance, kind))
+            job = plan_job(self._instance, ready, caller, body, prompts, arrived)
+            return await self._run(http, job)
 
     # ---- the way through the core ---------------------------------------------------------------
 
     async def _run(self, http: web.Request, job: Job) -> web.StreamResponse:
         instance = self._instance
         flow = instance.core.submit(job.generates)
-        instance.enter(job.caller.request_id)
         stages = {"admit": time.monotonic() - job.arrived}
         try:
             pieces = await self._next(job, flow, stages)
@@ -101,7 +101,6 @@ class Completions:
             raise
         finally:
             flow.close()
-            instance.leave(job.caller.request_id)
             _log_end(job)
 
     async def _next(self, job: Job, flow: Flow, stages: dict[str, float]) -> list[Piece]:

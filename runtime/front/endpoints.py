@@ -53,8 +53,8 @@ class Endpoints:
         return ready.vocab_size if ready else self._instance.tokenizer.vocab_size
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        self._gate.admit(http)
-        return await understand(http, self._tokenize)
+        with self._instance.under_way(self._gate.admit(http).request_id):
+            return await understand(http, self._tokenize)
 
     def _tokenize(self, raw: bytes) -> web.Response:
         body = parse_body(raw, TokenizeBody)
@@ -74,8 +74,8 @@ class Endpoints:
         )
 
     async def detokenize(self, http: web.Request) -> web.Response:
-        self._gate.admit(http)
-        return await understand(http, self._detokenize)
+        with self._instance.under_way(self._gate.admit(http).request_id):
+            return await understand(http, self._detokenize)
 
     def _detokenize(self, raw: bytes) -> web.Response:
         body = parse_body(raw, DetokenizeBody)

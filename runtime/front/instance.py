@@ -7,6 +7,8 @@ HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from runtime.config import WorkerConfig
@@ -42,17 +44,20 @@ class Instance:
     def __post_init__(self) -> None:
         self.idle.set()
 
-    def enter(self, request_id: str) -> None:
+    @contextlib.contextmanager
+    def under_way(self, request_id: str) -> Iterator[None]:
+        """A stop waits for it. From before its body is read: that may take a while to arrive."""
         self.active[request_id] = False
         self.idle.clear()
+        try:
+            yield
+        finally:
+            self.active.pop(request_id, None)
+            if not self.active:
+                self.idle.set()
 
     def started(self, request_id: str) -> None:
         self.active[request_id] = True
-
-    def leave(self, request_id: str) -> None:
-        self.active.pop(request_id, None)
-        if not self.active:
-            self.idle.set()
 
     def waiting_for(self) -> str | None:
         """Why this instance is not ready, in words; None: it is."""

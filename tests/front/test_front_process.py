@@ -144,6 +144,33 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(start: Start) -> None:
     assert not core.is_running()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_sigterm_finishes_a_request_that_still_arrives(start: Start, path: str) -> None:
+    worker = start()
+    worker.wait_ready()
+    said = json.dumps({"say": "abc"})
+    asked = (
+        {"messages": [{"role": "user", "content": said}]} if "chat" in path else {"prompt": said}
+    )
+    body = json.dumps({"model": "tiny"} | asked).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", worker.port, timeout=20)
+    connection.putrequest("POST", path)
+    connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body[:10])
+    deadline = time.monotonic() + 5
+    while worker.get("/ledger")[1]["front_requests"] != 1:
+        assert time.monotonic() < deadline, "it is not known"
+        time.sleep(0.02)
+    worker.process.send_signal(signal.SIGTERM)
+    while worker.get("/ready")[0] != 503:
+        assert time.monotonic() < deadline
+    connection.send(body[10:])
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert "abc" in answer.read().decode() or path == "/tokenize"
+    assert worker.process.wait(10) == 0
+
+
 def test_drain_has_a_deadline(start: Start) -> None:
     worker = start(drain_timeout_s=0.3)
     worker.wait_ready()
