@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVarTuple
 
 from runtime.engine.contract import (
     Computed,
@@ -49,6 +50,8 @@ from runtime.transfer.prefill_request import Answer, Outgoing, PrefillSession
 from runtime.transfer.tcp import STALL_S
 
 _log = logging.getLogger(__name__)
+
+Args = TypeVarTuple("Args")
 
 
 class ProtocolViolation(TransferError):
@@ -90,6 +93,8 @@ class PrefillHandoff:
             _log.error("session %d: a put does not end", session.number)
             return False
         self._sessions.pop(session.number, None)
+        for outgoing in list(session.outgoing.values()):
+            self._close_if_quiet(outgoing)  # a bug kept it when its last copy ended
         if session.sender:
             session.sender.close()
         for sock in session.joined:
@@ -171,7 +176,8 @@ class PrefillHandoff:
                 seconds = self._loop.time() - began
                 self._tell(session, KvReady(nonce=nonce, nbytes=nbytes, transfer_s=seconds))
 
-        session.lane.submit(Copy(test.pieces, lambda _: None, end))
+        put = Copy(test.pieces, lambda _: None, lambda error: self._guarded(session, end, error))
+        session.lane.submit(put)
 
     def _tell_terminal(self, session: PrefillSession, answer: Answer) -> None:
         self._tell(session, answer)
@@ -191,9 +197,22 @@ class PrefillHandoff:
     # ---- from the engine ------------------------------------------------------------------------
 
     def on_engine(self, event: EngineEvent) -> None:
-        outgoing = self._by_engine_id.get(event.id)
-        if outgoing is None:
-            return
+        if outgoing := self._by_engine_id.get(event.id):
+            self._guarded(outgoing.session, self._on_event, outgoing, event)
+
+    def _guarded(
+        self, session: PrefillSession, call: Callable[[*Args], None], *args: *Args
+    ) -> None:
+        """Boundary of one session: a bug in what another thread tells ends it, so that its requests
+        fail now, and not by their deadlines.
+        """
+        try:
+            call(*args)
+        except Exception:
+            _log.exception("session %d failed", session.number)
+            session.link.close()
+
+    def _on_event(self, outgoing: Outgoing, event: EngineEvent) -> None:
         if isinstance(event, EngineFailed):
             outgoing.in_engine = False
             self._fail(outgoing, event.message, event.status, event.code)
@@ -252,13 +271,13 @@ class PrefillHandoff:
 
         def on_piece(done: int) -> None:
             if step_over:
-                self._on_put(outgoing, cuts[done - 1][1])
+                self._guarded(session, self._on_put, outgoing, cuts[done - 1][1])
 
-        copy = Copy(
-            [partial(piece, at, end) for at, end in cuts],
-            on_piece,
-            lambda error: self._on_put_end(outgoing, copy, error),
-        )
+        def on_end(error: TransferError | None) -> None:
+            outgoing.copies.discard(copy)
+            self._guarded(session, self._on_put_end, outgoing, error)
+
+        copy = Copy([partial(piece, at, end) for at, end in cuts], on_piece, on_end)
         outgoing.copies.add(copy)
         session.lane.submit(copy)
 
@@ -272,8 +291,7 @@ class PrefillHandoff:
         if session.sender.put_lands and not outgoing.stopped and blocks < len(message.blocks):
             self._tell(session, KvProgress(message.nonce, blocks))
 
-    def _on_put_end(self, outgoing: Outgoing, copy: Copy, error: TransferError | None) -> None:
-        outgoing.copies.discard(copy)
+    def _on_put_end(self, outgoing: Outgoing, error: TransferError | None) -> None:
         message, sender = outgoing.message, outgoing.session.sender
         assert sender is not None
         if outgoing.stopped:

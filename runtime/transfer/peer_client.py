@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import msgspec
@@ -68,6 +69,11 @@ class _Session(DecodeSession):
         """
         self.why_lost = self.why_lost or why
         self.writer_stream.transport.abort()
+
+    def failed(self, error: Exception) -> None:
+        """Boundary of one session: a bug ends it, and what needs it, but nothing else."""
+        _log.error("%s: the session failed", self.peer, exc_info=error)
+        self.abort(f"{type(error).__name__}: {error}")
 
     def stalled(self, now: float) -> bool:
         """Whether KV that was put has stopped coming, though the peer answers; asked now and then.
@@ -214,11 +220,17 @@ class PeerClient:
 
     def _events(self, opened: list[_Session]) -> ReceiverEvents:
         # `opened` is filled before the first message that could lead to an event is sent.
+        def guarded(call: Callable[..., None], *args: object) -> None:
+            try:
+                call(opened[0], *args)
+            except Exception as e:
+                opened[0].failed(e)
+
         return ReceiverEvents(
             self._post,
-            on_landed=lambda nonce: self._handoff.on_received(opened[0], nonce),
-            on_refused=lambda nonce, why: self._handoff.on_bad_put(opened[0], nonce, why),
-            on_closed=lambda why: self._path_lost(opened[0], why),
+            on_landed=lambda nonce: guarded(self._handoff.on_received, nonce),
+            on_refused=lambda nonce, why: guarded(self._handoff.on_bad_put, nonce, why),
+            on_closed=lambda why: guarded(self._path_lost, why),
         )
 
     def _path_lost(self, session: _Session, why: str) -> None:
@@ -231,8 +243,8 @@ class PeerClient:
     async def _serve(self, session: _Session) -> bool:
         """Until the session is lost. Returns whether it was ever up."""
         helpers = [
-            asyncio.create_task(self._watch(session)),
-            asyncio.create_task(self._prove(session)),
+            asyncio.create_task(self._beside(session, self._watch)),
+            asyncio.create_task(self._beside(session, self._prove)),
         ]
         try:
             while True:
@@ -242,6 +254,8 @@ class PeerClient:
                     self._handoff.on_peer(session, message)
         except LinkClosed as e:
             session.why_lost = session.why_lost or str(e)
+        except Exception as e:
+            session.failed(e)
         finally:
             # Before anything is awaited: requests fail in the turn in which the loss was seen.
             session.why_lost = session.why_lost or self.why_left
@@ -252,6 +266,14 @@ class PeerClient:
                 task.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
         return session.was_up
+
+    async def _beside(
+        self, session: _Session, work: Callable[[_Session], Coroutine[None, None, None]]
+    ) -> None:
+        try:
+            await work(session)
+        except Exception as e:
+            session.failed(e)
 
     async def _watch(self, session: _Session) -> None:
         seq = 0

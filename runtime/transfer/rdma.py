@@ -287,12 +287,17 @@ class RdmaReceiver(Receiver):
     # ---- reader thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        reason = ""
         try:
             self._read()
         except TransferError as e:
             reason = f"rdma: {e}"
-            if self._fence():
-                self._events.post(lambda: self._events.on_closed(reason))
+        except Exception as e:
+            # Boundary of one connection: without its reader the session must not go on.
+            _log.exception("the reader of an rdma connection failed")
+            reason = f"rdma: {type(e).__name__}: {e}"
+        if self._fence():
+            self._events.post(lambda: self._events.on_closed(reason))
 
     def _read(self) -> None:
         poll = select.poll()

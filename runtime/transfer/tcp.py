@@ -214,9 +214,12 @@ class TcpReceiver(Receiver):
                 self._take(sock, put)
         except OSError as e:
             reason = f"data connection: {e.strerror}"
-        finally:
-            first = self._end()
-            sock.close()
+        except Exception as e:
+            # Boundary of one connection: without its reader the session must not go on.
+            _log.exception("the reader of a data connection failed")
+            reason = f"data connection: {type(e).__name__}: {e}"
+        first = self._end()
+        sock.close()
         if first:
             self._events.post(lambda: self._events.on_closed(reason))
 
