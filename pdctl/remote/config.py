@@ -17,7 +17,7 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 15
 SSH_PORT = 22
 _ASK_S = 15.0
-_NO_DESTINATION = ("usage: ssh", "hostname contains invalid characters")
+_NO_DESTINATION = ("usage: ssh", "hostname contains invalid characters", "Bad port")
 _FAMILIES = {"inet": 4, "inet6": 6}
 
 
@@ -61,9 +61,7 @@ class StepFailed(Exception):
 
 def resolve(destination: str) -> SshSettings:
     config = os.environ.get("PDCTL_SSH_CONFIG")
-    # A jump may be written with user and port, which ssh takes as a URI only.
-    target = f"ssh://{destination}" if ":" in destination.rpartition("]")[2] else destination
-    argv = ["ssh", *(["-F", config] if config else []), "-G", "--", target]
+    argv = ["ssh", *(["-F", config] if config else []), "-G", *_target(destination)]
     try:
         found = subprocess.run(
             argv, capture_output=True, text=True, timeout=_ASK_S, stdin=subprocess.DEVNULL
@@ -82,6 +80,16 @@ def resolve(destination: str) -> SshSettings:
         reason = (found.stderr.strip().splitlines() or ["it failed"])[-1]
         raise StepFailed("resolve", f"`ssh -G`: {reason}", "mend the ssh configuration")
     return parse_settings(destination, found.stdout)
+
+
+def _target(destination: str) -> list[str]:
+    """As arguments of ssh, which takes a port in a URI only, and there no IPv6 address."""
+    # Jump hosts are written like this by `ssh -G`, also those with an IPv4 address.
+    if in_brackets := re.fullmatch(r"(.*@)?\[(.*)\](?::(.*))?", destination):
+        user, host, port = in_brackets.groups()
+        return [*(["-p", port] if port is not None else []), "--", (user or "") + host]
+    has_port = destination.rpartition("@")[2].count(":") == 1  # more: an IPv6 address
+    return ["--", f"ssh://{destination}" if has_port else destination]
 
 
 def parse_settings(destination: str, text: str) -> SshSettings:

@@ -19,7 +19,7 @@ from supervision import Home, Site, check_program, eventually, gone, ran
 from pdctl import ops
 from pdctl.errors import HostCommandError, HostUnreachable
 from pdctl.remote import SshHost
-from pdctl.remote.config import parse_settings
+from pdctl.remote.config import parse_settings, resolve
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 pytestmark = pytest.mark.ssh
@@ -202,7 +202,35 @@ def test_settings_as_ssh_prints_them() -> None:
     assert found.known_hosts == ("/k/one", "/k/two") and found.strict == "yes"
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:99999999", "host:0", "host:abc", ":22", "a b", "-x"])
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh here")
+@pytest.mark.parametrize(
+    ("text", "user", "hostname", "port"),
+    [
+        ("2001:db8::1", "", "2001:db8::1", 22),
+        ("::1", "", "::1", 22),
+        ("ada@2001:db8::1", "ada", "2001:db8::1", 22),
+        ("fe80::1%eth0", "", "fe80::1%eth0", 22),
+        ("[2001:db8::1]", "", "2001:db8::1", 22),
+        ("ada@[2001:db8::1]:2222", "ada", "2001:db8::1", 2222),
+        ("[fe80::1%eth0]:2222", "", "fe80::1%eth0", 2222),
+        ("[192.0.2.1]", "", "192.0.2.1", 22),  # as `ssh -G` writes a jump host
+        ("192.0.2.1:2222", "", "192.0.2.1", 2222),
+        ("ada@gpu-a:2222", "ada", "gpu-a", 2222),
+        ("gpu-a", "", "gpu-a", 22),
+    ],
+)
+def test_addresses_in_every_form(
+    text: str, user: str, hostname: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCTL_SSH_CONFIG", "/dev/null")
+    found = resolve(text)
+    assert (found.hostname, found.port) == (hostname, port)
+    assert found.user == (user or getpass.getuser())
+
+
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:99999999", "host:0", "host:abc", "[::1]:abc", ":22", "a b", "-x"]
+)
 def test_what_is_no_destination_is_one_line(server: Server, text: str) -> None:
     with pytest.raises(HostUnreachable) as caught:
         ran(SshHost(text, text), ["true"])
