@@ -165,7 +165,7 @@ class PrefillHandoff:
             return
         began = self._loop.time()
 
-        test = PathTestPut(message, f"{session.number}.{nonce}", sender, self._engine)
+        test = PathTestPut(message, sender, self._engine)
 
         def end(error: TransferError | None) -> None:
             test.end()

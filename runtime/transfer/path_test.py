@@ -31,8 +31,7 @@ class PathTestPut:
     is on a GPU: so the test is also of whatever reads there.
     """
 
-    def __init__(self, test: PathTest, name: str, sender: Sender, engine: EngineControl) -> None:
-        """`name`: unlike that of any other test of this instance."""
+    def __init__(self, test: PathTest, sender: Sender, engine: EngineControl) -> None:
         self._test = test
         self._sender = sender
         self._engine = engine
@@ -41,7 +40,7 @@ class PathTestPut:
         self._data = ctypes.create_string_buffer((test.pattern * repeats)[:size], size)
         self._host = Region(ctypes.addressof(self._data), size)
         on_gpu = bool(test.pattern) and engine.copies.engine is not None
-        self._taken = take_block(engine, name) if on_gpu else None
+        self._taken = take_block(engine) if on_gpu else None
         count = len(test.blocks)
         self._source = scattered(count, test.run, engine.pool_map.num_blocks)
         put = self._pool_bytes

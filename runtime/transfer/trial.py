@@ -107,7 +107,7 @@ async def prove_pool(
     """As `prove_path`, with a block of the device pool, whose blocks are numbered from `first`; if
     there is one to be had now, for requests come first.
     """
-    taken = take_block(engine, f"{session.peer}.{session.welcome.session}")
+    taken = take_block(engine)
     if taken is None:
         return
     id_, block = taken

@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
 def put(engine: FakeEngine, **more: Any) -> tuple[Taking, PathTestPut]:
     sender = Taking()
     test = PathTest(nonce=7, blocks=(3, 1), **{"pattern": PATTERN, **more})
-    made = PathTestPut(test, "1.7", sender, engine)  # type: ignore[arg-type]
+    made = PathTestPut(test, sender, engine)  # type: ignore[arg-type]
     for piece in made.pieces:
         piece()
     return sender, made
@@ -81,7 +81,7 @@ def test_a_block_that_holds_a_prefix_is_never_taken() -> None:
     engine._cache.index((engine._hashes((t,))[0], block) for t, block in enumerate(cached.blocks))
     engine._cache.release(cached.blocks)
     for number in range(engine.num_blocks - 3):
-        taken = take_block(engine, str(number))
+        taken = take_block(engine)
         assert taken is not None and taken[1] not in cached.blocks
 
 
@@ -90,3 +90,22 @@ def test_without_a_pattern_it_is_whatever_is_in_the_pool(engine: FakeEngine) -> 
     assert all(source == engine.pool for source, *_ in sender.took)
     assert engine._cache.held == 0
     made.end()
+
+
+def test_tests_of_peers_that_count_alike_are_told_apart() -> None:
+    """Each incarnation of a peer counts its sessions from 1, each session its nonces."""
+    engine = FakeEngine(config("d", "decode"), lambda _: None, gpu=True)
+    puts = [put(engine)[1] for _ in range(2)]
+    first, second = take_block(engine), take_block(engine)
+    assert first and second and first[0] != second[0]
+    while engine._commands:
+        engine._commands.popleft()()  # raises for an id that it knows already
+    assert engine._cache.held == 4
+    for made in puts:
+        made.end()
+    engine.drop(first[0])
+    engine.drop(second[0])
+    while engine._commands:
+        engine._commands.popleft()()
+    assert engine._cache.held == 0
+    engine.close()
