@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 MARKER = "PDCTL_SERVICE"
@@ -99,20 +100,31 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def descendants(roots: set[int]) -> list[Proc]:
-    """Live processes below `roots` (which are not among them), parents before children."""
+def descendants(roots: Collection[Proc]) -> list[Proc]:
+    """Live processes below `roots` (which are not among them), parents before children.
+
+    A root whose pid has come to mean another meanwhile has none: they would be a stranger's.
+    """
     if not roots:
         return []  # without a walk: asked of every service that is gone
+    alive = {p.pid: p for p in filter(None, map(proc, _pids()))}
     children: dict[int, list[Proc]] = {}
-    for p in filter(None, map(proc, _pids())):
+    for p in alive.values():
         children.setdefault(p.ppid, []).append(p)
     below: list[Proc] = []
-    level = list(roots)
+    level = [p.pid for p in roots if p.pid in alive and alive[p.pid].ticks == p.ticks]
+    own = {p.pid for p in roots}
     while level:
-        found = [p for pid in level for p in children.get(pid, ()) if p.pid not in roots]
+        found = [p for pid in level for p in children.get(pid, ()) if p.pid not in own]
         below += found
         level = [p.pid for p in found]
     return below
+
+
+def own_family() -> list[Proc]:
+    """Our descendants."""
+    me = proc(os.getpid())
+    return descendants([me]) if me else []
 
 
 def own_children() -> list[Proc] | None:
@@ -146,7 +158,7 @@ def marked(under: str) -> dict[str, list[Proc]]:
         where = None if pid in lineage else marker_of(pid)
         if where and (where + "/").startswith(under.rstrip("/") + "/"):
             p = proc(pid)
-            if p:
+            if p and marker_of(pid) == where:  # still: the pid was not another's in between
                 found.setdefault(where, []).append(p)
     return found
 

@@ -95,7 +95,7 @@ class Service:
         for pid, ticks in read_json(self.path("family.json")).get("members", ()):
             if is_alive({"pid": pid, "start_ticks": ticks}, boot):
                 found[pid] = Proc(pid, 0, ticks)
-        found.update((p.pid, p) for p in descendants(set(found)))
+        found.update((p.pid, p) for p in descendants(found.values()))
         return found
 
     def state(self) -> str:

@@ -159,7 +159,7 @@ class Supervisor:
         """KILL until nothing is left below us. What was orphaned meanwhile has become our child."""
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while time.monotonic() < deadline:
-            for p in procs.descendants({os.getpid()}):
+            for p in procs.own_family():
                 procs.send(p.pid, p.ticks, signal.SIGKILL)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -171,7 +171,7 @@ class Supervisor:
     def remember_family(self) -> None:
         below = procs.own_children()
         if below is None:
-            below = procs.descendants({os.getpid()})
+            below = procs.own_family()
         members = sorted([p.pid, p.ticks] for p in below)
         if members != self.members:
             try:

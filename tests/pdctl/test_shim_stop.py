@@ -18,7 +18,7 @@ from free_ports import free_port
 from supervision import STUB, Lab, eventually, gone
 
 from pdctl.errors import HostCommandError
-from pdctl.shim import control
+from pdctl.shim import control, procs
 from pdctl.shim.supervise import Supervisor
 
 ESCAPES = f"""
@@ -190,6 +190,28 @@ def test_a_reused_pid_is_never_signalled(lab: Lab) -> None:
     finally:
         other.kill()
         other.wait()
+
+
+def test_children_of_a_stranger_are_no_kin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pid of one of ours is reused while /proc is walked: by its ticks it is another."""
+    child = subprocess.Popen(["sleep", "600"], env={procs.MARKER: "/demo/a"})
+    try:
+        eventually(lambda: procs.marker_of(child.pid))
+        me, found = procs.proc(os.getpid()), procs.proc(child.pid)
+        assert me and found
+        assert found in procs.descendants([me])
+        assert procs.descendants([me._replace(ticks=me.ticks - 1)]) == []
+        assert procs.descendants([procs.Proc(1 << 30, 0, 1)]) == []
+        # It had the mark, died, and another has its pid.
+        assert procs.marked("/demo") == {"/demo/a": [found]}
+        marks = iter(["/demo/a", None])
+        with monkeypatch.context() as patch:
+            patch.setattr(procs, "_pids", lambda: [child.pid])
+            patch.setattr(procs, "marker_of", lambda _: next(marks))
+            assert procs.marked("/demo") == {}
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_record_from_before_a_reboot_is_dead(lab: Lab) -> None:
