@@ -15,7 +15,7 @@ import pydantic
 from pdctl.errors import PdctlError, UsageError
 from pdctl.models import KNOWN
 from pdctl.topology_checks import findings
-from pdctl.topology_schema import Group, InstanceRole, Topology
+from pdctl.topology_schema import DecodeGroup, Group, InstanceRole, PrefillGroup, Topology
 from pdctl.yaml_marks import dotted
 
 MAX_REPLICAS = 256
@@ -53,9 +53,16 @@ def _resized(groups: tuple[Group, ...], count: int) -> tuple[Group, ...]:
         here = count if number == len(groups) else min(count, group.replicas)
         count -= here
         if here:
-            update = {"replicas": here, "devices": group.devices[:here]}
-            result.append(group.model_copy(update=update))
+            result.append(_with_replicas(group, here))
     return tuple(result)
+
+
+def _with_replicas(group: Group, count: int) -> Group:
+    """Its first ones keep the GPUs and RDMA devices they have."""
+    update: dict[str, Any] = {"replicas": count, "devices": group.devices[: count * group.tp_size]}
+    if isinstance(group, PrefillGroup | DecodeGroup) and len(group.rdma.device) > 1:
+        update["rdma"] = group.rdma.model_copy(update={"device": group.rdma.device[:count]})
+    return group.model_copy(update=update)
 
 
 def count_of(topology: Topology, role: InstanceRole) -> int:

@@ -45,6 +45,27 @@ def test_gpus_are_given_up_and_come_back_but_are_not_invented() -> None:
     assert caught.value.hint == "give one GPU number for each replica"
 
 
+def test_the_gpus_of_all_ranks_go_with_their_instance() -> None:
+    group = {"host": "a", "replicas": 2, "tp_size": 2, "devices": (0, 1, 2, 3)}
+    base = topology(dtype="bfloat16", prefill=(), decode=(), mixed=(group,))
+    one = scaled(base, {"mixed": 1})
+    assert (one.mixed[0].replicas, one.mixed[0].devices) == (1, (0, 1))
+    assert scaled(base, {"mixed": 2}) == base
+    with pytest.raises(UsageError, match="names 4 GPUs for 3 replicas of tp_size 2"):
+        scaled(base, {"mixed": 3})
+
+
+def test_an_rdma_device_of_each_replica_goes_with_it_and_one_of_all_stays() -> None:
+    group = {"host": "a", "replicas": 2, "transfer": "rdma"}
+    base = topology(decode=(group | {"rdma": {"device": ("mlx5_0", "mlx5_1")}},))
+    assert scaled(base, {"decode": 1}).decode[0].rdma.device == ("mlx5_0",)
+    assert scaled(base, {"decode": 2}) == base
+    with pytest.raises(UsageError, match="names 2 RDMA devices for 3 replicas"):
+        scaled(base, {"decode": 3})
+    shared = topology(decode=(group | {"rdma": {"device": ("mlx5_0",)}},))
+    assert scaled(shared, {"decode": 3}).decode[0].rdma.device == ("mlx5_0",)
+
+
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
