@@ -80,7 +80,7 @@ def test_a_block_that_holds_a_prefix_is_never_taken() -> None:
     assert cached is not None
     engine._cache.index((engine._hashes((t,))[0], block) for t, block in enumerate(cached.blocks))
     engine._cache.release(cached.blocks)
-    for number in range(engine.num_blocks - 3):
+    for _ in range(engine.num_blocks - 3):
         taken = take_block(engine)
         assert taken is not None and taken[1] not in cached.blocks
 
