@@ -1,8 +1,9 @@
 """The shared memory of a decode instance: its CPU buffer and, on a CPU, the device pool before it.
 
 Owns the segment's name and life: made on the engine thread before the model is loaded, closed when
-that thread has ended. With the pool in it, KV for a request that has its device blocks already is
-put straight there; where /dev/shm is too small for that, all KV goes through the buffer.
+that thread has ended, or while it still makes the segment and the process ends. With the pool in
+it, KV for a request that has its device blocks already is put straight there; where /dev/shm is too
+small for that, all KV goes through the buffer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from pathlib import Path
 
 from runtime.config import WorkerConfig
+from runtime.errors import ConfigError
 from runtime.kv.buffer import CpuBuffer
 from runtime.kv.layout import PoolMap
 from runtime.kv.region import Region
@@ -28,7 +30,8 @@ class Segment:
 
     def __init__(self, config: WorkerConfig, incarnation: str) -> None:
         self._config = config
-        self._incarnation = incarnation
+        self._name = f"{config.shm_prefix}.0.{incarnation}"
+        self._closed = False
         self.buffer: CpuBuffer | None = None
 
     def make(self, pools: PoolMap) -> Region | None:
@@ -39,8 +42,10 @@ class Segment:
         sweep_segments(config.shm_prefix)
         # Ranks have parts of each block, so that no block of theirs can be put whole.
         shared = config.device == "cpu" and pools.tp_size == 1 and self._is_room(pools.nbytes)
+        if self._closed:
+            raise ConfigError(f"{config.name} was told to stop while it started")
         self.buffer = CpuBuffer.create(
-            f"{config.shm_prefix}.0.{self._incarnation}",
+            self._name,
             config.cpu_buffer_bytes,
             pools.model.block_bytes,
             pools.num_blocks if shared else 0,
@@ -62,11 +67,14 @@ class Segment:
         return False
 
     def close(self, *, quiet: bool) -> None:
-        """`quiet`: nothing computes in the pool any more. Else the memory ends with the process."""
+        """`quiet`: the engine's thread has ended. Else the memory ends with the process, and only
+        the name goes now: also one that `make` has just given to memory it still waits for.
+        """
+        self._closed = True
         if self.buffer and quiet:
             self.buffer.close()
-        elif self.buffer:
-            self.buffer.unlink()
+        else:
+            Path(_SHM, self._name).unlink(missing_ok=True)
 
 
 def sweep_segments(prefix: str, folder: Path = _SHM) -> None:

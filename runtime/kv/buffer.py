@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from runtime._native import PinnedShm, create_pinned_shm, free_pinned_shm
 from runtime.errors import ConfigError
@@ -144,10 +143,6 @@ class CpuBuffer:
         """Nobody wants the bytes. Free now, or quarantined until the writer is closed."""
         reservation.wanted = False
         self._settle(reservation)
-
-    def unlink(self) -> None:
-        """Take its name away: for the memory of a thread that cannot be stopped."""
-        Path("/dev/shm", self.name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unmap and unlink. Nothing may be copying, or computing in the pool, any more."""
