@@ -17,6 +17,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 Leg = Literal["router", "prefill", "decode", "transfer"]
+LEG_CLIENT = "client"
+"""In an error event: the stream ended because its client did not read. No leg of ours failed."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a prompt that can never fit, or not with its answer."""
 

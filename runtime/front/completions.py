@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
 
 from runtime.answers import error_object, json_response, sse_event
-from runtime.errors import LegError, RuntimeFailure
+from runtime.errors import LEG_CLIENT, LegError, RequestError, RuntimeFailure
 from runtime.front.admission import Job, plan_job, tokenized, understand
 from runtime.front.auth import Caller, Gate
 from runtime.front.core_client import CoreEvent, Flow
@@ -48,7 +48,8 @@ CALLER = web.RequestKey("caller", Caller)
 SETTLE_S = 1.0
 """How long the end of a choice waits for the core's account of it, after a stop string."""
 SLOW_CLIENT_S = 30.0
-"""How long a client may leave its socket's buffer full before its request is aborted."""
+"""How long a client may leave its socket's buffer full before its request is aborted. What waits in
+the buffer may still be read until the request's deadline."""
 
 
 @dataclass(slots=True)
@@ -206,15 +207,15 @@ class Completions:
             while True:
                 data = self._chunks(job, pieces, stages)
                 if all(c.finish is not None for c in job.choices):
-                    await self._send(http, response.write_eof(data + self._tail(job)))
+                    await _send(http, job, response, data + self._tail(job), last=True)
                     return response
                 if data:  # tokens after a stop string make no chunk
-                    await self._send(http, response.write(data))
+                    await _send(http, job, response, data)
                 pieces = await self._next(job, flow, stages)
         except RuntimeFailure as e:
             log.warning("request %s failed mid-stream: %s", job.caller.request_id, e)
             self._instance.metrics.broken_streams.inc()
-            await self._send(http, response.write(sse_event({"error": error_object(e)})))
+            await _send(http, job, response, sse_event({"error": error_object(e)}))
             # The chunked body gets no end: a client that ignores the event still sees a failure.
             if http.transport is not None:
                 http.transport.close()
@@ -241,15 +242,24 @@ class Completions:
     def _served(self, choice: Choice, stages: dict[str, float]) -> Json:
         return served_object(choice, instance=self._instance.config.name, stages=stages)
 
-    async def _send(self, http: web.Request, write: Awaitable[None]) -> None:
-        """Wait for room in the client's socket buffer, but not for ever."""
-        try:
-            async with asyncio.timeout(SLOW_CLIENT_S):
-                await write
-        except TimeoutError as e:
-            if http.transport is not None:
-                http.transport.abort()
-            raise ConnectionResetError(f"the client read nothing for {SLOW_CLIENT_S:.0f} s") from e
+
+async def _send(
+    http: web.Request, job: Job, response: web.StreamResponse, data: bytes, *, last: bool = False
+) -> None:
+    """Wait for room in the client's socket buffer, but not for ever."""
+    try:
+        async with asyncio.timeout(SLOW_CLIENT_S):
+            await (response.write_eof(data) if last else response.write(data))
+    except TimeoutError as e:
+        slow = f"the client read nothing for {SLOW_CLIENT_S:.0f} s"
+        if (transport := http.transport) is not None:
+            if not last:  # behind what waits in the socket: a router that reads on blames nobody
+                error = error_object(RequestError(slow, code="slow_client")) | {"leg": LEG_CLIENT}
+                await response.write(sse_event({"error": error}))
+            transport.close()
+            left = job.deadline - time.monotonic()
+            asyncio.get_running_loop().call_later(left, transport.abort)
+        raise ConnectionResetError(slow) from e
 
 
 def _absorb(choice: Choice, burst: _Burst, stop_ids: frozenset[int]) -> Piece:

@@ -20,7 +20,7 @@ from multidict import CIMultiDict
 
 from runtime.answers import error_object, error_response, sse_event
 from runtime.config import RouterConfig
-from runtime.errors import LegError, NoPairError, RequestError, RuntimeFailure
+from runtime.errors import LEG_CLIENT, LegError, NoPairError, RequestError, RuntimeFailure
 from runtime.protocol import HEADER_FAILED_LEG, HEADER_REQUEST_ID
 from runtime.reasons import reason
 from runtime.router.admit import Call, KeyRing, admit, client_id
@@ -241,6 +241,10 @@ class Dispatcher:
             answer = await exchange.relay.run(upstream, headers, first_byte)
         except UpstreamCut as e:
             leg = exchange.relay.reported_leg()
+            if leg == LEG_CLIENT:
+                raise RequestError(
+                    "the client did not read", status=CLIENT_LEFT, code="slow_client"
+                ) from e
             if leg:  # the instance lives: it ended the stream itself, with an error event
                 self._blame(choice, leg)
             else:

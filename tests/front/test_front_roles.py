@@ -106,7 +106,13 @@ def test_a_client_that_reads_nothing_is_aborted(
     while not front.get("/ledger")["idle"]:
         assert time.monotonic() < deadline, "still held"
         time.sleep(0.05)
+    # When it reads on, it finds out why there is no more: a router must not take it for our death.
+    client.settimeout(20)
+    read = b"".join(iter(lambda: client.recv(1 << 20), b""))
     client.close()
+    error = json.loads(read.rpartition(b"data: ")[2].strip())["error"]
+    assert (error["leg"], error["code"]) == ("client", "slow_client")
+    assert not read.endswith(b"0\r\n\r\n"), "it looks complete"
 
 
 def test_a_stop_string_does_not_wait_long_for_the_cores_account(start_front: Any) -> None:

@@ -217,6 +217,27 @@ async def test_an_instances_own_error_event_is_not_followed_by_another(router: H
     assert (await router.state("prefill-0"))["failed"] == 1
 
 
+async def test_nobody_is_blamed_for_a_client_that_did_not_read(router: Harness) -> None:
+    own = b'data: {"error": {"message": "the client read nothing", "leg": "client"}}\n\n'
+
+    async def script(request: web.Request) -> web.StreamResponse:
+        response = await start_stream(request)
+        await response.write(event("first"))
+        await response.write(own)
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    await router.pair(script)
+    async with router.post(body={"stream": True}) as response:
+        assert await read_all(response) == event("first") + own + b"<cut>"
+    for name in ("decode-0", "prefill-0"):
+        state = await router.state(name)
+        assert (state["state"], state["failed"]) == ("ready", 0), name
+    async with router.client.get(f"{router.url}/metrics") as response:
+        assert 'status="499"' in await response.text()
+
+
 async def test_a_cut_answer_that_does_not_stream_becomes_a_502(router: Harness) -> None:
     async def script(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
