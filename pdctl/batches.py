@@ -93,9 +93,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _needs(service: ServiceSpec) -> set[tuple[str, str, str]]:
     """What on its host only one service can have."""
-    device = service.env.get("CUDA_VISIBLE_DEVICES")
+    gpus = service.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     ports = {(service.host, "port", str(port)) for port in service.ports.values()}
-    return ports | ({(service.host, "GPU", device)} if device else set())
+    return ports | {(service.host, "GPU", gpu.strip()) for gpu in gpus if gpu.strip()}
 
 
 def _config(service: ServiceSpec) -> dict[str, Any]:

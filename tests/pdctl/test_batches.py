@@ -134,6 +134,18 @@ def test_what_only_one_can_have_is_not_taken_while_the_other_runs(
     assert shown(started) == ["-decode-0 +mixed-0 +decode-0"]
 
 
+def test_one_shared_gpu_of_several_is_enough() -> None:
+    def on(name: str, gpus: str) -> ServiceSpec:
+        return spec(name, env={"CUDA_VISIBLE_DEVICES": gpus})
+
+    now = seen(on("mixed-0", "0,1"))
+    plan = make_plan("demo", [on("mixed-0", "0"), on("mixed-1", "1")], now)
+    assert at_once(plan) == "mixed-1 gets GPU 1 of mixed-0"
+    assert shown(plan) == ["-mixed-0 +mixed-1 +mixed-0"]
+    plan = make_plan("demo", [on("mixed-0", "0"), on("mixed-1", "2,10")], now)
+    assert shown(plan) == ["+mixed-1", "-mixed-0 +mixed-0"]
+
+
 def test_an_unreadable_record_is_no_base_for_a_rolling_change() -> None:
     unreadable = ObservedService("decode-0", "a", None, "?", True)
     plan = make_plan(
