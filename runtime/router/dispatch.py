@@ -145,20 +145,28 @@ class Dispatcher:
                 )
                 return await self._route(exchange, exchange.call)
         except TimeoutError as e:
-            limit = f"within {self._config.request_timeout_s:g} s"
             if exchange.choice is None:
-                raise RequestError(
-                    f"the request did not arrive {limit}", status=408, code="body_timeout"
-                ) from e
-            decode = exchange.choice.decode.name
+                raise self._too_late() from e
+            decode, limit = exchange.choice.decode.name, self._config.request_timeout_s
             raise LegError(
-                f"{decode} did not finish {limit}", leg="decode", instance=decode, timeout=True
+                f"{decode} did not finish within {limit:g} s",
+                leg="decode",
+                instance=decode,
+                timeout=True,
             ) from e
+
+    def _too_late(self) -> RequestError:
+        limit = self._config.request_timeout_s
+        return RequestError(
+            f"the request did not arrive within {limit:g} s", status=408, code="body_timeout"
+        )
 
     async def _route(self, exchange: Exchange, call: Call) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
         failure: Failure | None = None
         avoid = NOTHING
+        if loop.time() >= exchange.deadline:  # its body ended within the grace
+            raise self._too_late()
         for _ in range(self._config.retries + 1):
             choice = pick(self._policy, self._eligible(call), avoid)
             if choice is None or loop.time() >= exchange.deadline:

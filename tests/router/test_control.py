@@ -162,6 +162,20 @@ async def test_a_body_that_stops_arriving_is_a_408(
     assert answer.startswith(b"HTTP/1.1 408 ")
 
 
+async def test_a_body_that_ends_after_the_deadline_is_a_408(start_router: StartRouter) -> None:
+    router = await start_router(request_timeout_s=0.2)
+    decode = await router.pair()
+    body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
+    with _raw_request(router, f"Content-Length: {len(body)}\r\n") as connection:
+        connection.sendall(body[:5])
+        await asyncio.sleep(0.4)  # within the grace that decode would have
+        connection.sendall(body[5:])
+        answer = await asyncio.to_thread(connection.recv, 65536)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 0.2 s" in answer
+    assert decode.seen == []
+
+
 async def test_a_compressed_body_is_refused_in_words(router: Harness) -> None:
     await router.pair()
     async with router.post(headers={"Content-Encoding": "gzip"}) as response:
