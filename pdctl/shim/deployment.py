@@ -1,7 +1,8 @@
 """What this host knows of a whole deployment: all its hosts, so that any one leads to the others.
 
 Kept in `<base>/<deployment>/.deployment.json`, written before anything starts and gone with the
-last service. Holds names and addresses, no secrets.
+last service. Holds the topology of the last `up`, `env:` values of every host included, from which
+`scale` works without the file; no values of `secrets:`.
 """
 
 from __future__ import annotations

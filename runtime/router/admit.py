@@ -166,11 +166,15 @@ def _known_model(model: str | None, models: frozenset[str]) -> str:
             return next(iter(models))
         raise RequestError("`model` is missing", param="model", code="missing_parameter")
     if model not in models:
-        names = ", ".join(sorted(models))
-        raise RequestError(
-            f"the model {model[:64]!r} does not exist; this deployment serves {names}",
-            param="model",
-            status=404,
-            code="model_not_found",
-        )
+        raise unknown_model(model, models)
     return model
+
+
+def unknown_model(model: str, models: frozenset[str]) -> RequestError:
+    names = ", ".join(sorted(models))
+    return RequestError(
+        f"the model {model[:64]!r} does not exist; this deployment serves {names}",
+        param="model",
+        status=404,
+        code="model_not_found",
+    )

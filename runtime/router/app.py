@@ -109,6 +109,7 @@ class RouterServer:
         app.router.add_post("/internal/drain", control.drain)
         app.router.add_get("/internal/instances", control.instances)
         app.router.add_get("/v1/models", control.models)
+        app.router.add_get("/v1/models/{name:.+}", control.model)
         app.router.add_get("/health", control.health)
         app.router.add_get("/ready", control.ready)
         app.router.add_get("/metrics", control.metrics)
@@ -146,7 +147,7 @@ def _methods(path: str) -> str:
     if path in OPENAI_PATHS or path in ("/internal/register", "/internal/drain"):
         return "POST"
     known = ("/internal/instances", "/v1/models", "/health", "/ready", "/metrics")
-    return "GET" if path in known else ""
+    return "GET" if path in known or path.startswith("/v1/models/") else ""
 
 
 async def _serve(config: RouterConfig, token: bytes, api_keys: tuple[bytes, ...]) -> None:

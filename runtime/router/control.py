@@ -15,8 +15,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from yarl import URL
 
 from runtime.answers import error_object, error_response, json_response
-from runtime.errors import RequestError, RuntimeFailure
-from runtime.router.admit import KeyRing, check_key
+from runtime.errors import NoPairError, RequestError, RuntimeFailure
+from runtime.router.admit import KeyRing, check_key, unknown_model
 from runtime.router.instances import Instance
 from runtime.router.metrics import RouterMetrics
 from runtime.router.probe import Prober
@@ -178,6 +178,20 @@ class Control:
         except RequestError as e:
             return error_response(e)
         return json_response({"object": "list", "data": self._model_cards()})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        known = self._registry.models()
+        try:
+            check_key(request, self._keys)
+            for card in self._model_cards():
+                if card["id"] == name:
+                    return json_response(card)
+            if known and name not in known:
+                raise unknown_model(name, known)
+            raise NoPairError("; ".join(self._registry.missing(name)))
+        except RuntimeFailure as e:
+            return error_response(e)
 
     def _model_cards(self) -> list[dict[str, object]]:
         now = self._registry.now()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,13 @@ def test_ignored_and_inert_parameters_are_accepted() -> None:
         for value in values:
             chat(**{name: value})
     chat(best_of=2, n=2)
+
+
+def test_the_documentation_names_every_parameter() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    served = {*ChatBody.model_fields, *CompletionBody.model_fields}
+    for name in (served - {"stream_options"}) | IGNORED | UNSUPPORTED.keys():
+        assert f"`{name}`" in text, name
 
 
 @pytest.mark.parametrize(

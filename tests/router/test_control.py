@@ -70,6 +70,27 @@ async def test_without_any_instance_it_is_a_503_never_a_404(router: Harness) -> 
     assert (error["code"], error["message"]) == ("no_healthy_pair", "no instance is registered")
 
 
+async def test_one_model_can_be_asked_for_by_its_name(start_router: StartRouter) -> None:
+    router = await start_router(api_keys=(b"key",))
+
+    async def ask(name: str, key: str = "key") -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {key}"}
+        url = f"{router.url}/v1/models/{name}"
+        async with router.client.get(url, headers=headers) as response:
+            return response.status, await response.json()
+
+    assert (await ask("tiny"))[0] == 503, "nobody knows yet what there will be"
+    await router.pair()
+    status, card = await ask("tiny")
+    assert (status, card["id"], card["object"]) == (200, "tiny", "model")
+    status, answer = await ask("org/other")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert "serves tiny" in answer["error"]["message"]
+    assert (await ask("tiny", key="wrong"))[0] == 401
+    async with router.client.delete(f"{router.url}/v1/models/tiny") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "GET")
+
+
 async def test_a_503_says_what_is_missing(router: Harness) -> None:
     await router.register(router.registration("prefill-0", "prefill"))
     decode = await router.start_instance("decode-0")
