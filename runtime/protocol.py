@@ -246,7 +246,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     buffer_blocks: int = 0
     reservations: int = 0
     quarantined_blocks: int = 0
-    """Buffer blocks whose writer is not yet proven gone; never reused until it is."""
+    """Blocks, of the buffer or lent by the device pool, that nobody wants any more and whose writer
+    is not yet proven gone; never reused until it is."""
     outgoing: int = 0
     """Prefill: requests computed or being computed for a decode peer and not yet released."""
     copies: int = 0

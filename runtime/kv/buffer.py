@@ -37,6 +37,13 @@ class Reservation:
     def held(self) -> int:
         return len(self.blocks) - self.freed
 
+    @property
+    def quarantined(self) -> int:
+        """Blocks that nobody wants and that may still be written. Lent ones go back all at once."""
+        if self.wanted or not self.writer_open:
+            return 0
+        return len(self.blocks) if self.give_back else self.held
+
 
 class CpuBuffer:
     """`on_free` is called after blocks became free."""
@@ -103,7 +110,7 @@ class CpuBuffer:
 
     @property
     def quarantined_blocks(self) -> int:
-        return sum(r.held for r in self._open.values() if r.writer_open and not r.wanted)
+        return sum(r.quarantined for r in self._open.values())
 
     def reserve(self, nonce: int, count: int) -> Reservation | None:
         """`count` blocks, or None when there are not so many now. None at all may be needed."""

@@ -143,7 +143,7 @@ class Reservations:
         _log.warning(
             "%s: %d blocks quarantined until their writer is proven gone",
             writer.peer,
-            sum(r.held for r in writer.open.values()),
+            sum(r.quarantined for r in writer.open.values()),
         )
         self._lost.append(writer)
         self._watch()

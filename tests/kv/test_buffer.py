@@ -82,6 +82,18 @@ def test_abandoned_blocks_stay_in_quarantine_until_the_writer_is_closed(buffer: 
     assert (buffer.used_blocks, buffer.quarantined_blocks, buffer.reservations) == (0, 0, 0)
 
 
+def test_lent_blocks_are_in_quarantine_all_at_once(buffer: CpuBuffer) -> None:
+    r = reserve(buffer, 1, 0)
+    back = []
+    buffer.lend(r, tuple(range(100, 104)), lambda: back.append(1))
+    buffer.copied(r, 4)  # all have landed, and the writer has not said its last word
+    assert buffer.quarantined_blocks == 0
+    buffer.abandon(r)
+    assert (buffer.quarantined_blocks, buffer.used_blocks, back) == (4, 0, [])
+    buffer.close_writer(r)
+    assert (buffer.quarantined_blocks, buffer.reservations, back) == (0, 0, [1])
+
+
 def test_a_copy_that_reads_keeps_abandoned_blocks(buffer: CpuBuffer) -> None:
     r = reserve(buffer, 1, 6)
     buffer.set_reading(r, True)
