@@ -140,7 +140,7 @@ class FakeEngine:
             claim = None
             if "adopt" not in self.paused and not self.stats().waiting:
                 claim = self._cache.claim(
-                    self._hashes(request.prompt),
+                    self._hashes(request.prompt, request.hashes),
                     self.layout.blocks_for(len(request.prompt)),
                     most_new=most_new,
                 )
@@ -152,8 +152,10 @@ class FakeEngine:
         self._post(lambda: self._on_adopt(adopted))
         return Adopted(request.id, claim.blocks, claim.cached)
 
-    def _hashes(self, prompt: tuple[int, ...]) -> list[bytes]:
-        return block_hashes(prompt, self.layout.block_size, []) if self._prefix_cache else []
+    def _hashes(self, prompt: tuple[int, ...], known: list[bytes] | None = None) -> list[bytes]:
+        if not self._prefix_cache:
+            return []
+        return block_hashes(prompt, self.layout.block_size, [] if known is None else known)
 
     def resume(self, request_id: RequestId, first: OutputToken) -> None:
         self._post(lambda: self._on_resume(request_id, first))

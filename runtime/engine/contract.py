@@ -8,7 +8,7 @@ once).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from runtime.kv.copies import PoolCopies
@@ -31,6 +31,9 @@ class EngineRequest:
     prompt: tuple[int, ...]
     params: SamplingParams
     mode: Mode
+    hashes: list[bytes] = field(default_factory=list, repr=False, compare=False)
+    """Of the prompt's first full blocks (kv.prefix.block_hashes), as far as somebody needed them.
+    The engine's from `submit`, or an `adopt` that gave blocks, on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,12 +144,13 @@ class Engine:
 
     def adopt(self, request: EngineRequest, most_new: int) -> Adopted | None:
         now = time.monotonic()
+        self._stepper.hash_prompt(request)  # not under the lock, which the engine's thread needs
         with self._wake:
             active = self._stats.running + self._adopting
             claim = None
             # Who waits for blocks comes first.
             if not self._stats.waiting + self._arriving and active < self._limits.max_num_seqs:
-                claim = self._stepper.claim(request.prompt, _ROOM_TO_GROW * active, most_new)
+                claim = self._stepper.claim(request, _ROOM_TO_GROW * active, most_new)
             if claim is None:
                 self._refused = request.id
                 return None

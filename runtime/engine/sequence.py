@@ -34,6 +34,8 @@ class Sequence:
     prompt_len: int
     tokens: list[int]
     """The prompt, then the output so far."""
+    hashes: list[bytes]
+    """Of its first full blocks, as far as somebody needed them."""
     order: int
     """Of arrival: earlier ones are served first and preempted last."""
     limit: int
@@ -44,7 +46,6 @@ class Sequence:
     state: State = State.WAITING
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    hashes: list[bytes] = field(default_factory=list)
     num_indexed: int = 0
     """Leading blocks that were offered to the prefix index."""
     cached_tokens: int = 0
@@ -56,8 +57,6 @@ class Sequence:
 
     # Set by the core, for the timings.
     started: float | None = None
-    announced: bool = False
-    """The first Produced was emitted."""
 
     @classmethod
     def of(cls, request: EngineRequest, order: int, limit: int, now: float) -> Sequence:
@@ -67,6 +66,7 @@ class Sequence:
             params=request.params,
             prompt_len=len(request.prompt),
             tokens=list(request.prompt),
+            hashes=request.hashes,
             order=order,
             limit=limit,
             submitted=now,

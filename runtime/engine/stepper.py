@@ -87,12 +87,17 @@ class Stepper:
 
     # ---- any thread, any time ---------------------------------------------------------------
 
-    def claim(self, prompt: tuple[int, ...], spare: int, most_new: int) -> Claim | None:
+    def hash_prompt(self, request: EngineRequest) -> list[bytes]:
+        """Of all its full blocks, for the prefix cache: milliseconds for a long one, but once."""
+        if not self._prefix_cache:
+            return []
+        return block_hashes(request.prompt, self._block_size, request.hashes)
+
+    def claim(self, request: EngineRequest, spare: int, most_new: int) -> Claim | None:
         """Blocks of the prompt for `adopt`, which must follow, if there are `spare` more. Cached
         ones count from its first full block to its last: prefill samples the first token."""
-        hashes = block_hashes(prompt, self._block_size, []) if self._prefix_cache else []
-        count = -(-len(prompt) // self._block_size)
-        return self._cache.claim(hashes, count, spare=spare, most_new=most_new)
+        count = -(-len(request.prompt) // self._block_size)
+        return self._cache.claim(self.hash_prompt(request), count, spare=spare, most_new=most_new)
 
     # ---- between steps ----------------------------------------------------------------------
 

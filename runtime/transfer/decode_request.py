@@ -93,9 +93,9 @@ class DecodeRequest:
     """
 
     message: Generate
-    engine_id: RequestId
-    """Of this attempt alone: the router may try an id again while a lost writer still keeps the
-    device blocks of the attempt before."""
+    for_engine: EngineRequest
+    """Its id is of this attempt alone: the router may try one again while a lost writer still keeps
+    the device blocks of the attempt before."""
     session: DecodeSession
     num_blocks: int
     arrived: float
@@ -122,9 +122,8 @@ class DecodeRequest:
     over: bool = False
 
     @property
-    def for_engine(self) -> EngineRequest:
-        message = self.message
-        return EngineRequest(self.engine_id, message.prompt, message.params, "decode")
+    def engine_id(self) -> RequestId:
+        return self.for_engine.id
 
     @property
     def have_blocks(self) -> int:

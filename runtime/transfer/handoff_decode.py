@@ -21,6 +21,7 @@ from runtime.engine.contract import (
     EngineControl,
     EngineEvent,
     EngineFailed,
+    EngineRequest,
     Freed,
     Produced,
     SwapOut,
@@ -109,8 +110,9 @@ class DecodeHandoff:
             return
         loop, now = self._loop, self._loop.time()
         engine_id = RequestId(f"{message.id}.{next(self._attempts)}")
+        for_engine = EngineRequest(engine_id, message.prompt, message.params, "decode")
         deadline = now + message.deadline_s
-        request = DecodeRequest(message, engine_id, session, blocks, now, deadline)
+        request = DecodeRequest(message, for_engine, session, blocks, now, deadline)
         self._requests[message.id] = self._in_engine[engine_id] = request
         request.deadline_timer = loop.call_at(request.deadline, self._expire, request)
         reserve_by = now + self._config.reserve_timeout_s

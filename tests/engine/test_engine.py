@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from runtime.engine.contract import (
 )
 from runtime.engine.core import Engine
 from runtime.errors import ConfigError, ModelError
+from runtime.kv import prefix
 from runtime.kv.region import Region
 from runtime.protocol import OutputToken, RequestId, SamplingParams
 
@@ -291,6 +293,31 @@ def test_who_was_refused_hears_of_a_prefix_that_is_cached(serve: Serve) -> None:
     for name in "ab":
         served.engine.drop(RequestId(name))
     assert served.idle()
+
+
+def test_a_prompt_is_hashed_once_and_holds_up_no_step(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(kv_cache_bytes=9 * 4096)
+    hashed: list[bool] = []
+
+    class Counting:
+        @staticmethod
+        def sha256(data: bytes) -> Any:
+            hashed.append(served.engine._wake._is_owned())  # type: ignore[attr-defined]
+            return hashlib.sha256(data)
+
+    monkeypatch.setattr(prefix, "hashlib", Counting)
+    holder, wanted = decoding("a", PROMPT), decoding("b", PROMPT[::-1])
+    assert served.engine.adopt(holder, 9) is not None
+    for _ in range(3):
+        assert served.engine.adopt(wanted, 9) is None
+    served.engine.drop(holder.id)
+    until_given(served, wanted)
+    served.engine.resume(wanted.id, OutputToken(1))
+    served.tokens(3)
+    assert served.idle()
+    assert hashed == [False] * 12  # 6 full blocks each
 
 
 def test_who_was_given_blocks_hears_nothing(serve: Serve) -> None:

@@ -106,15 +106,12 @@ def test_a_claim_ahead_of_its_kv_shares_what_is_cached() -> None:
     prompt = [i % VOCAB for i in range(16)]
     bench.submit("a", prompt, max_tokens=1)
     bench.finish()
-    claim = bench.stepper.claim(tuple(prompt), 0, 0)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    request = EngineRequest(RequestId("d"), tuple(prompt), params, "decode")
+    other = EngineRequest(RequestId("e"), (9, *prompt), params, "decode")
+    claim = bench.stepper.claim(request, 0, 0)
     assert claim is not None and claim.cached == 4
-    assert bench.stepper.claim((9, *prompt), 0, 3) is None  # 5 new ones
-    request = EngineRequest(
-        RequestId("d"),
-        tuple(prompt),
-        SamplingParams(max_tokens=6, temperature=0, ignore_eos=True),
-        "decode",
-    )
+    assert bench.stepper.claim(other, 0, 3) is None  # 5 new ones
     bench.stepper.adopt(request, claim, 0.0)
     assert not bench.step()
     first = next_token(prompt)
