@@ -185,7 +185,9 @@ class DecodeRequest:
 
     def served(self, instance: str, now: float, block_size: int) -> Served:
         """As far as known now."""
-        stages = {"reserve": self.granted - self.arrived}
+        stages: dict[str, float] = {}
+        if self.granted:
+            stages["reserve"] = self.granted - self.arrived
         cached = 0
         if self.first:
             cached = self.first.cached_tokens

@@ -311,6 +311,20 @@ def test_a_full_queue_and_a_long_wait_are_503_with_retry_after(kind: str) -> Non
     run(kind, scenario, buffer_blocks=16, max_queued=1, reserve_timeout_s=0.3)
 
 
+def test_one_that_never_had_room_names_no_time_for_it(kind: str) -> None:
+    async def scenario(both: Pair) -> None:
+        both.prefill.engine.pause("prefill")
+        first, waiting = both.decode.ask(prompt(64)), both.decode.ask(prompt(4))
+        for id_, stages in ((waiting, set()), (first, {"reserve"})):
+            both.decode.role.abort(id_)
+            last = both.decode.last_of(id_)
+            assert isinstance(last, Tokens) and last.served is not None
+            assert last.served.stages.keys() == stages
+        both.prefill.engine.pause()
+
+    run(kind, scenario, buffer_blocks=16)
+
+
 def test_what_prefill_refuses_is_passed_on(kind: str) -> None:
     async def scenario(both: Pair) -> None:
         id_ = both.decode.ask((1, FORBIDDEN_TOKEN, 2))
