@@ -101,7 +101,8 @@ class PeerServer:
         self._tasks.add(task)
         try:
             await self._serve(reader, writer)
-        except (LinkClosed, TransferError, TimeoutError) as e:
+        # OSError: of a connection that breaks in the middle of what is no message.
+        except (LinkClosed, TransferError, OSError) as e:
             where = writer.get_extra_info("peername")
             _log.info("connection from %s ended: %s", where, str(e) or "no answer in time")
         except asyncio.CancelledError:

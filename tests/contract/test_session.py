@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -218,6 +220,36 @@ def test_strangers_are_cut_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert both.decode.tokens_of(id_) == expected((1, 2, 3), 2)
 
     asyncio.run(main())
+
+
+def test_a_connection_that_breaks_at_the_worst_moment_is_only_a_broken_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = peer_server.detach
+    failed: list[int] = []
+    unhandled: list[dict[str, Any]] = []
+
+    def broken_once(fd: int) -> Any:
+        if not failed:
+            failed.append(fd)
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return real(fd)
+
+    async def reset(_: asyncio.StreamWriter) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unhandled.append(context))
+        async with pair("tcp"):
+            assert failed
+        monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", reset)
+        async with refused_pair({}, {"deployment": "another"}) as (_, d):
+            await d.until(lambda: "another" in reason(d))
+
+    monkeypatch.setattr(peer_server, "detach", broken_once)
+    asyncio.run(main())
+    assert not unhandled
 
 
 # ---- cuda_ipc ----------------------------------------------------------------------------------
