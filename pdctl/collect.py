@@ -170,7 +170,7 @@ def _files(evidence: Evidence) -> dict[str, str]:
         if record.name in answer["services"]
     }
     alive = [r for r in evidence.records if r.alive and r.spec and (r.name, r.host) in where]
-    for record, (ledger, metrics) in zip(alive, on_all(alive, _asked), strict=True):
+    for record, (ledger, metrics) in zip(alive, on_all(alive, _asked, undone=False), strict=True):
         folder = f"{where[record.name, record.host]}/{record.name}"
         files[f"{folder}/ledger.json"] = ledger
         files[f"{folder}/metrics.txt"] = metrics

@@ -77,13 +77,13 @@ def diagnose(path: Path, report: Report) -> Diagnosis:
     addresses = {k: None if t.hosts[k].local else t.hosts[k].address for k in used}
     with opened(addresses) as hosts:
         report(Event("wait", f"asking {len(used)} hosts", "hosts"))
-        looks = attempt_all(used, lambda k: _first_look(t, hosts[k]))
+        looks = attempt_all(used, lambda k: _first_look(t, hosts[k]), undone=False)
         asked = dict(zip(used, looks, strict=True))
         lost = {k: a for k, a in asked.items() if isinstance(a, PdctlError)}
         known = {k: a for k, a in asked.items() if isinstance(a, _Look)}
         services = _services(t, hosts, known)
         exam = _Exam(t, path, hosts, services)
-        found = attempt_all(list(known), lambda k: exam.view(k, known[k]))
+        found = attempt_all(list(known), lambda k: exam.view(k, known[k]), undone=False)
         views = [v for v in found if isinstance(v, View)]
         lost |= {k: v for k, v in zip(known, found, strict=True) if isinstance(v, PdctlError)}
         return _judged(t, views, lost, _try_network(t, hosts, services, views, report))

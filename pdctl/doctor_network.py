@@ -114,7 +114,8 @@ class Network:
                 except PdctlError as e:
                     return Heard(0, {"any": str(e)})
 
-            self.heard = dict(zip(self._hosts, on_all(list(self._hosts), listen), strict=True))
+            heard = on_all(list(self._hosts), listen, undone=False)
+            self.heard = dict(zip(self._hosts, heard, strict=True))
             yield
 
     def _listen(self, key: str, running: frozenset[str], stack: contextlib.ExitStack) -> Heard:
@@ -147,7 +148,7 @@ class Network:
             targets = [_target(e, 0.0, e.service in plain) for e in by_source[source]]
             return dict(zip(by_source[source], self._ask(source, targets), strict=True))
 
-        answers = on_all(list(by_source), ask) if by_source else []
+        answers = on_all(list(by_source), ask, undone=False) if by_source else []
         return {edge: reached for answer in answers for edge, reached in answer.items()}
 
     def rates(
@@ -170,13 +171,17 @@ class Network:
                 edge = Edge(decode, prefill, address, heard.spare, "", "")
                 return pair, self._ask(decode, [_target(edge, STREAM_S, False)])[0].rate
 
-            found.update(on_all(round_, measured))
+            found.update(on_all(round_, measured, undone=False))
         return found
 
     def copies(self, keys: Sequence[str]) -> dict[str, float]:
         """Key -> bytes a second into shared memory by one thread."""
         known = [k for k in dict.fromkeys(keys) if k in self._hosts]
-        answers = attempt_all(known, lambda k: float(shim_call(self._hosts[k], "copy", {})["rate"]))
+
+        def copy(key: str) -> float:
+            return float(shim_call(self._hosts[key], "copy", {})["rate"])
+
+        answers = attempt_all(known, copy, undone=False)
         return {k: a for k, a in zip(known, answers, strict=True) if isinstance(a, float)}
 
     def _ask(self, source: str, targets: list[dict[str, Any]]) -> list[Reached]:

@@ -58,13 +58,15 @@ def machines(hosts: Iterable[Host]) -> list[Host]:
 def look(hosts: Iterable[Host], deployment: str | None) -> tuple[ServiceRecord, ...]:
     """Records of one deployment, or of all, without taking a lock."""
     found = on_all(
-        machines(hosts), lambda h: (h, shim_call(h, "status", {"deployment": deployment}))
+        machines(hosts),
+        lambda h: (h, shim_call(h, "status", {"deployment": deployment})),
+        undone=False,
     )
     return tuple(r for h, answer in found for r in parse_services(h.name, answer["services"]))
 
 
 def attempt_all(
-    items: Sequence[T], do: Callable[[T], R], *, undone: bool = True
+    items: Sequence[T], do: Callable[[T], R], *, undone: bool = True, at_once: int = FAN_OUT
 ) -> list[R | PdctlError]:
     """Run for all at once, and wait for all: what each gave, or why it failed.
 
@@ -80,16 +82,18 @@ def attempt_all(
 
     if len(items) == 1:
         return [attempt(items[0])]
-    pool = ThreadPoolExecutor(max_workers=max(1, min(FAN_OUT, len(items))))
+    pool = ThreadPoolExecutor(max_workers=max(1, min(at_once, len(items))))
     try:
         return list(pool.map(attempt, items))
     finally:
-        pool.shutdown(wait=undone)
+        pool.shutdown(wait=undone, cancel_futures=True)
 
 
-def on_all(items: Sequence[T], do: Callable[[T], R], *, undone: bool = True) -> list[R]:
+def on_all(
+    items: Sequence[T], do: Callable[[T], R], *, undone: bool = True, at_once: int = FAN_OUT
+) -> list[R]:
     """Run for all at once. After all have ended, raises what failed: of several, HostsFailed."""
-    outcomes = attempt_all(items, do, undone=undone)
+    outcomes = attempt_all(items, do, undone=undone, at_once=at_once)
     good = [o for o in outcomes if not isinstance(o, PdctlError)]
     raise_failures([o for o in outcomes if isinstance(o, PdctlError)], len(good))
     return good

@@ -6,13 +6,13 @@ Always live; reads only. The token is asked of the host and used, never shown.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pdctl.agent import shim_call
 from pdctl.errors import UsageError
 from pdctl.find import ANYWHERE, Found, Where, deployments, located
+from pdctl.fleet import on_all
 from pdctl.health import get_json, probe_ready
 from pdctl.hosts import Host
 from pdctl.locks import LockHolder, holders
@@ -129,11 +129,10 @@ def assess(found: Found) -> DeploymentStatus:
         hint = f"there are: {', '.join(others)}" if others else "start one: `pdctl up TOPOLOGY`"
         raise UsageError(f"there is no deployment {found.name}", hint=hint)
     in_router = _router_view(records, found.hosts)
-    with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
-        peers = [r.name for r in records if r.spec and r.spec.role == "prefill"]
-        services = tuple(
-            pool.map(lambda r: _service(r, in_router, peers, found.is_orphan(r)), records)
-        )
+    peers = [r.name for r in records if r.spec and r.spec.role == "prefill"]
+    services = on_all(
+        records, lambda r: _service(r, in_router, peers, found.is_orphan(r)), undone=False
+    )
     return DeploymentStatus(
         found.name,
         _endpoint(services),

@@ -8,7 +8,6 @@ alone. Every host is tried, whatever happens to the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,12 @@ from typing import Any
 from pdctl import models, topology
 from pdctl.errors import EXIT_OK, HostsFailed
 from pdctl.events import Report
-from pdctl.fleet import machines, opened
+from pdctl.fleet import machines, on_all, opened
 from pdctl.sync_host import ROUTER, HostSync, Job, SyncOptions, packed
 from pdctl.topology import Topology
+
+AT_ONCE = 8
+"""Hosts: each gets hundreds of megabytes from this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ def sync(path: Path, options: SyncOptions, report: Report) -> SyncResult:
             for host in machines(hosts.values())
             for keys in [[k for k, h in hosts.items() if h is host]]
         ]
-        with ThreadPoolExecutor(max_workers=max(1, min(8, len(jobs)))) as pool:
-            return SyncResult(t.name, tuple(pool.map(Job.run, jobs)))
+        done = on_all(jobs, Job.run, undone=False, at_once=AT_ONCE)
+        return SyncResult(t.name, tuple(done))
 
 
 def _extras(t: Topology, keys: Sequence[str]) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ def wanted_of(t: topology.Topology, path: Path, known: state.KnownDeployment) ->
 def unclaimed(wanted: Wanted, found: Found) -> Plan:
     """The plan for hosts that nobody holds. Its new ports may be another's before it is done."""
     ask = _first_question(wanted)
-    probes = dict(on_all(found.reachable(), lambda h: (h.name, shim_call(h, "probe", ask))))
+    hosts = found.reachable()
+    probes = dict(on_all(hosts, lambda h: (h.name, shim_call(h, "probe", ask)), undone=False))
     plan = _plan(wanted, found.hosts, found.records, probes, _busy(probes))
     return _with_scale(plan, wanted, latest_said(found.answers.values(), plan.deployment))
 

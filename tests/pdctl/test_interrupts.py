@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -87,6 +89,39 @@ def test_an_up_is_rolled_back(home: Home, demo: Demo, sig: signal.Signals) -> No
     heard = interrupted(["up", path], lambda line: "the model to load" in line, sig)
     assert "stopping what this run started" in heard
     assert home.processes() == [] and unlocked(home)
+
+
+@pytest.fixture
+def silent(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A server that says nothing, as which two hosts of `far.yaml` are known."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        config = home.root / "ssh_config"
+        port = server.getsockname()[1]
+        config.write_text(
+            f"Host gpu-*\n  HostName 127.0.0.1\n  Port {port}\n  ConnectTimeout 600\n"
+        )
+        monkeypatch.setenv("PDCTL_SSH_CONFIG", str(config))
+        (home.root / "far.yaml").write_text(
+            "name: demo\nmodel: smollm2-135m\n"
+            "hosts:\n  a: {address: gpu-a}\n  b: {address: gpu-b}\n"
+            "router: {host: a}\nprefill: [{host: a}]\ndecode: [{host: b}]\n"
+        )
+        yield server
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh here")
+@pytest.mark.parametrize("words", ["sync", "doctor", "plan", "status -f", "collect -f"])
+def test_nobody_waits_for_who_is_silent(home: Home, silent: socket.socket, words: str) -> None:
+    argv = [sys.executable, "-m", "pdctl", *words.split(), str(home.root / "far.yaml")]
+    with subprocess.Popen(argv, stdout=-1, stderr=-1, text=True) as process:
+        try:
+            with silent.accept()[0], silent.accept()[0]:
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and out == "" and "Traceback" not in err, err
 
 
 def test_a_closed_terminal_rolls_an_up_back(home: Home, demo: Demo) -> None:
