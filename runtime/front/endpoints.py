@@ -63,7 +63,7 @@ class Endpoints:
         if body.messages is not None:
             tokens = tokenizer.encode_chat(body.messages)
         else:
-            tokens = tokenizer.encode(body.prompt or "")
+            tokens = tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
         ready = self._instance.core.ready
         return json_response(
             {

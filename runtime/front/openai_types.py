@@ -185,6 +185,7 @@ class TokenizeBody(_Body):
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    """Of a text. A conversation's are the chat template's."""
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeBody:

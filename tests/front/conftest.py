@@ -166,9 +166,10 @@ def start_front(byte_model: Path, token_file: Path) -> Iterator[Callable[..., Ru
         keys: tuple[bytes, ...] = (),
         core_options: Sequence[str] = (),
         wait: bool = True,
+        folder: Path = byte_model,
         **changes: Any,
     ) -> RunningFront:
-        config = worker_config(byte_model, token_file, **changes)
+        config = worker_config(folder, token_file, **changes)
         fronts.append(RunningFront(config, keys, core_options, wait))
         return fronts[-1]
 

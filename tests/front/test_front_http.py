@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,20 @@ def test_models_tokenize_and_back(client: openai.OpenAI, front: Any) -> None:
     messages = {"messages": [{"role": "user", "content": "x"}]}
     _, answer, _ = post(front, "/tokenize", json.dumps(messages).encode())
     assert bytes(t for t in answer["tokens"] if t < 256) == b"user: xassistant: "
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tokens"), [({}, [256, 97]), ({"add_special_tokens": False}, [97])]
+)
+def test_tokenize_with_or_without_the_bos(
+    start_front: Any, byte_model: Path, tmp_path: Path, wanted: dict[str, bool], tokens: list[int]
+) -> None:
+    folder = Path(shutil.copytree(byte_model, tmp_path / "with-bos"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"add_bos_token": True}))
+    front = start_front(folder=folder)
+    _, answer, _ = post(front, "/tokenize", json.dumps({"prompt": "a"} | wanted).encode())
+    assert answer["tokens"] == tokens
 
 
 @pytest.mark.parametrize("token", [5_000, (1 << 31) - 1])
