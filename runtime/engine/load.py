@@ -15,7 +15,7 @@ from runtime.engine.group import Group
 from runtime.engine.runner import Runner
 from runtime.errors import ConfigError
 from runtime.kv.layout import KvDtype, KvLayout, PoolMap, Shard
-from runtime.kv.pool import KvPool, num_blocks_in
+from runtime.kv.pool import KvPool, pool_blocks
 from runtime.models.config import ModelSpec
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model, read_spec
@@ -54,7 +54,7 @@ def frame_of(config: WorkerConfig, rank: int = 0) -> Frame:
         layout = KvLayout(spec.layers, spec.kv_heads, spec.head_dim, config.block_size, dtype)
     except ValueError as e:
         raise ConfigError(str(e)) from e
-    num_blocks = num_blocks_in(Shard(rank, size).layout(layout), config.kv_cache_bytes, size)
+    num_blocks = pool_blocks(Shard(rank, size).layout(layout), config.kv_cache_bytes, size)
     return Frame(
         config=config,
         spec=spec,

@@ -93,9 +93,6 @@ class KvLayout:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def block_offset(self, block: int) -> int:
-        return block * self.block_bytes
-
     def offset(self, block: int, layer: int, kv: int, head: int = 0, token: int = 0) -> int:
         """Byte offset from the pool. `kv` is K or V, `token` the position within the block."""
         return (

@@ -41,7 +41,7 @@ class KvPool:
         return Region(self._memory.data_ptr(), self._memory.nbytes)
 
 
-def num_blocks_in(layout: KvLayout, nbytes: int, ranks: int = 1) -> int:
+def pool_blocks(layout: KvLayout, nbytes: int, ranks: int = 1) -> int:
     """Blocks of a pool, when all ranks' pools together have `nbytes`. Raises ConfigError."""
     size = layout.block_bytes * ranks
     if (count := nbytes // size) < 2:
@@ -64,7 +64,7 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
 
 
 class BlockAllocator:
-    """Reference counts of blocks. Used by one thread."""
+    """Reference counts of blocks. Not for two threads at once: BlockCache has the lock."""
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
         """`on_evict` is told each block whose reusable content is about to be overwritten."""

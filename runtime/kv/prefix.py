@@ -27,14 +27,11 @@ def block_hashes(tokens: Sequence[int], block_size: int, known: list[bytes]) -> 
 
 
 class PrefixIndex:
-    """Used by one thread."""
+    """Not for two threads at once: BlockCache has the lock."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-
-    def __len__(self) -> int:
-        return len(self._block_of)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix, in order."""

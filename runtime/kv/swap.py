@@ -54,7 +54,7 @@ class Copy:
     from then on nothing of this copy runs. Cancelled copies end with error None.
     """
 
-    __slots__ = ("_cancelled", "_on_end", "_on_piece", "_pieces", "ended")
+    __slots__ = ("_cancelled", "_on_end", "_on_piece", "_pieces")
 
     def __init__(
         self,
@@ -66,15 +66,10 @@ class Copy:
         self._on_piece = on_piece
         self._on_end = on_end
         self._cancelled = False
-        self.ended = False
 
     def cancel(self) -> None:
         """Do not start the next piece. One that runs is finished."""
         self._cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
 
     def run(self, post: Post, done: Callable[[Copy], None]) -> None:
         """On the lane's thread."""
@@ -98,7 +93,6 @@ class Copy:
     def _end(
         self, finished: bool, error: TransferError | None, done: Callable[[Copy], None]
     ) -> None:
-        self.ended = True
         done(self)
         pieces, on_piece, on_end = self._pieces, self._on_piece, self._on_end
         # Who made this copy keeps it, and these keep who made it: were they not let go of here, all

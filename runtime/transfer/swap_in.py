@@ -50,17 +50,24 @@ class SwapIn:
         self.advance(request)
 
     def advance(self, request: DecodeRequest) -> None:
-        """Copy what has landed and has a place to go; copies of one request follow each other."""
+        """See to what has landed and has a place to go."""
         landing = request.landing
         if landing is None or landing.device is None or landing.queued == landing.landed:
             return
-        reservation, device = landing.reservation, landing.device
         if landing.direct:
-            landing.queued = landing.copied = landing.landed
-            if landing.done:
-                self._buffer.copied(reservation, landing.blocks)
-            self._on_copied(request)
-            return
+            self._landed_in_place(request, landing)
+        else:
+            self._copy(request, landing, landing.device)
+
+    def _landed_in_place(self, request: DecodeRequest, landing: Landing) -> None:
+        landing.queued = landing.copied = landing.landed
+        if landing.done:
+            self._buffer.copied(landing.reservation, landing.blocks)
+        self._on_copied(request)
+
+    def _copy(self, request: DecodeRequest, landing: Landing, device: tuple[int, ...]) -> None:
+        """Copies of one request follow each other."""
+        reservation = landing.reservation
         cuts = split_blocks(landing.queued, landing.landed, self._buffer.block_bytes)
         landing.queued = landing.landed
         source, copies, pool_map = self._buffer.region, self._engine.copies, self._engine.pool_map

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from runtime.errors import ConfigError
 from runtime.kv.layout import K, KvLayout, V
-from runtime.kv.pool import BlockAllocator, KvPool, num_blocks_in
+from runtime.kv.pool import BlockAllocator, KvPool, pool_blocks
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_views_lie_where_the_layout_says(
     layers: int, heads: int, dim: int, block: int, data: st.DataObject
 ) -> None:
     layout = KvLayout(layers, heads, dim, block, "float32")
-    pool = KvPool(layout, num_blocks_in(layout, 3 * layout.block_bytes + 5), CPU)
+    pool = KvPool(layout, pool_blocks(layout, 3 * layout.block_bytes + 5), CPU)
     assert pool.num_blocks == 3
     assert pool.region.nbytes == 3 * layout.block_bytes
     at = {
@@ -47,10 +47,10 @@ def test_views_lie_where_the_layout_says(
 def test_too_few_bytes_say_how_many_are_needed() -> None:
     layout = KvLayout(2, 2, 16, 16, "bfloat16")
     with pytest.raises(ConfigError, match="holds 1 blocks") as caught:
-        num_blocks_in(layout, 2 * layout.block_bytes - 1)
+        pool_blocks(layout, 2 * layout.block_bytes - 1)
     assert f"{2 * layout.block_bytes:,}" in caught.value.hint
     with pytest.raises(ConfigError, match="holds 1 blocks") as caught:
-        num_blocks_in(layout, 6 * layout.block_bytes - 1, ranks=3)
+        pool_blocks(layout, 6 * layout.block_bytes - 1, ranks=3)
     assert f"{6 * layout.block_bytes:,}" in caught.value.hint
 
 
