@@ -30,6 +30,8 @@ class ObservedService:
     spec_hash: str
     alive: bool
     """Its supervisor or its process runs, proven by identity."""
+    rotated: tuple[str, ...] = ()
+    """Variables of secrets of which it has another value than we have now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +135,11 @@ def _step(service: ServiceSpec, now: ObservedService | None) -> Step:
         return Step("start", service, "not there yet")
     if not now.alive:
         return Step("start", service, "not running")
-    if now.spec_hash == service.hash:
+    changed = [] if now.spec_hash == service.hash else _differences(now.spec, service)
+    changed += [f"the secret {name}" for name in now.rotated]
+    if not changed:
         return Step("keep", service, "unchanged", now.spec, running=True)
-    changed = f"changed: {', '.join(_differences(now.spec, service))}"
-    return Step("replace", service, changed, now.spec, running=True)
+    return Step("replace", service, f"changed: {', '.join(changed)}", now.spec, running=True)
 
 
 def _removal(deployment: str, now: ObservedService) -> Step:

@@ -6,6 +6,7 @@ Pure but for reading our own environment; the facts come from each host's shim (
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from pdctl import __version__
 from pdctl.errors import PdctlError, UsageError
 from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
+from pdctl.shim.rotated import digest
 from pdctl.shim.synced import CODE
 from pdctl.sizes import format_size
 from pdctl.topology import Host as HostEntry
@@ -36,6 +38,20 @@ def secret_values(services: Iterable[ServiceSpec]) -> dict[str, str]:
             hint="export them before `pdctl up`, or take them out of the topology",
         )
     return {name: os.environ[name] for name in users}
+
+
+def secret_digests(services: Iterable[ServiceSpec]) -> dict[str, Any]:
+    """What to add to a `probe`, to hear which of them have another value of a secret than we.
+
+    Without the variables that are not set here: what runs goes on without them.
+    """
+    key = secrets.token_hex(32)
+    digests: dict[str, dict[str, str]] = {}
+    for service in services:
+        for name in {*service.secrets, *service.secret_files.values()}:
+            if value := os.environ.get(name):
+                digests.setdefault(service.name, {})[name] = digest(key, value)
+    return {"secrets": {"key": key, "digests": digests}} if digests else {}
 
 
 def runtime_python(entry: HostEntry, base: str, probe: Mapping[str, Any]) -> str:

@@ -48,6 +48,9 @@ class ServiceSpec:
 
     @property
     def hash(self) -> str:
-        """Identity of the wanted state: equal hash and a live process means nothing to do."""
+        """Identity of the wanted state: equal hash and a live process means nothing to do.
+
+        But for the values of its secrets, which are not in it: its host compares those.
+        """
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -18,8 +18,8 @@ from pdctl.find import Found, latest_said, with_former
 from pdctl.fleet import Fleet, on_all
 from pdctl.hold import changed_meanwhile
 from pdctl.hosts import Host
-from pdctl.plan import Plan, allocate_ports, make_plan
-from pdctl.records import ServiceRecord
+from pdctl.plan import ObservedService, Plan, allocate_ports, make_plan
+from pdctl.records import ServiceRecord, parse_services
 from pdctl.scaling import count_of
 
 
@@ -56,9 +56,11 @@ def wanted_of(t: topology.Topology, path: Path, known: state.KnownDeployment) ->
 
 def unclaimed(wanted: Wanted, found: Found) -> Plan:
     """The plan for hosts that nobody holds. Its new ports may be another's before it is done."""
-    ask = _first_question(wanted)
-    hosts = found.reachable()
-    probes = dict(on_all(hosts, lambda h: (h.name, shim_call(h, "probe", ask)), undone=False))
+
+    def probe(host: Host) -> tuple[str, dict[str, Any]]:
+        return host.name, shim_call(host, "probe", _first_question(wanted, host, found.answers))
+
+    probes = dict(on_all(found.reachable(), probe, undone=False))
     plan = _plan(wanted, found.hosts, found.records, probes, _busy(probes))
     return _with_scale(plan, wanted, latest_said(found.answers.values(), plan.deployment))
 
@@ -72,16 +74,35 @@ def planned(
     """The plan for locked hosts, its ports claimed. `before`: what it was made from, if that
     matters; raises PdctlError when another has changed it since.
     """
-    name, ask = wanted.topology.name, _first_question(wanted)
-    probes = dict(fleet.on_sessions(lambda s: s.call("probe", ask)))
+
+    def probe(session: Session) -> dict[str, Any]:
+        return session.call("probe", _first_question(wanted, session.host, fleet.answers))
+
+    name, probes = wanted.topology.name, dict(fleet.on_sessions(probe))
     said = latest_said(fleet.answers.values(), name)
     if before is not None and said is not None and said.at != before.at:
         raise changed_meanwhile(said)
     return _with_scale(_claimed(wanted, fleet, records, probes), wanted, said)
 
 
-def _first_question(wanted: Wanted) -> dict[str, Any]:
-    return {"models": wanted.places, "busy": True}
+def _first_question(
+    wanted: Wanted, host: Host, answers: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """`answers`: of each host to `status`, by its name. It hears of its own secrets only."""
+    name = wanted.topology.name
+    there = parse_services(host.name, answers.get(host.name, {"services": ()})["services"])
+    running = [r.spec for r in there if r.deployment == name and r.alive and r.spec]
+    digests = preflight.secret_digests(running)
+    return {"deployment": name, "models": wanted.places, "busy": True, **digests}
+
+
+def _observed(
+    record: ServiceRecord, hosts: Mapping[str, Host], probes: Mapping[str, Mapping[str, Any]]
+) -> ObservedService:
+    host = hosts.get(record.host)
+    probe = probes.get(host.name) if host is not None else None
+    rotated = probe["rotated"].get(record.name, ()) if probe is not None else ()
+    return replace(record.observed(), rotated=tuple(rotated))
 
 
 def _claimed(
@@ -147,7 +168,7 @@ def _plan(
     facts = {
         key: _facts(wanted, key, hosts[key], probes[hosts[key].name]) for key in t.used_hosts()
     }
-    observed = [r.observed() for r in records]
+    observed = [_observed(r, hosts, probes) for r in records]
     busy = {k: taken[h.name] for k, h in hosts.items() if h.name in taken}
     services = command.services(t, allocate_ports(t, observed, busy), facts)
     plan = make_plan(t.name, services, observed)

@@ -123,11 +123,11 @@ def _write_files(service: Service, request: dict[str, Any]) -> None:
     _clear_records(service)
     service.spec, service.hash = spec, request["hash"]
     _record_intent(service, request)
-    private = {**spec.get("files", {}), **request.get("secret_files", {})}
-    for name, text in private.items():
+    files = {n: text.replace("{dir}", service.dir) for n, text in spec.get("files", {}).items()}
+    for name, text in {**files, **request.get("secret_files", {})}.items():
         if os.path.basename(name) != name or name.startswith(".") or name in OWN_FILES:
             raise Refused("request", f"{service.name}: {name!r} cannot be the name of a file")
-        write_private(service.path(name), text.replace("{dir}", service.dir))
+        write_private(service.path(name), text)
     if request.get("token"):
         write_private(service.path("token"), request["token"] + "\n")
     env = {**inherited(), **spec.get("env", {}), **request.get("secret_env", {})}

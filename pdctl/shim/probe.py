@@ -15,7 +15,8 @@ SHM = "/dev/shm"
 def probe(base: str, request: dict[str, Any]) -> dict[str, Any]:
     """Answers for the wanted `ports` ([port, address]), `paths`, `pythons` (interpreters) and the
     state directory. `models`: places where a model may be, of which the first that is there counts.
-    `busy`: whether to look which ports others have, in tables that may be long.
+    `busy`: whether to look which ports others have, in tables that may be long. `secrets`: digests
+    of those that services of `deployment` should have (see `rotated`).
     """
     place = model(request.get("models", []))
     paths = [*request.get("paths", []), *filter(None, [place])]
@@ -30,7 +31,14 @@ def probe(base: str, request: dict[str, Any]) -> dict[str, Any]:
         "versions": {p: interpreters.ask(p) for p in request.get("pythons", [])},
         "model": place,
         "systemd": _why_no_systemd() if request.get("systemd") else "",
+        "rotated": _rotated(base, request) if "secrets" in request else {},
     }
+
+
+def _rotated(base: str, request: dict[str, Any]) -> dict[str, list[str]]:
+    from . import rotated  # few have secrets
+
+    return rotated.rotated(base, request)
 
 
 def _why_no_systemd() -> str:

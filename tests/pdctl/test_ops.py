@@ -242,6 +242,41 @@ def test_secrets_by_name(home: Home, site: Site, monkeypatch: pytest.MonkeyPatch
     down()
 
 
+def test_a_rotated_secret_replaces_those_that_have_the_old_one(
+    home: Home, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = site.topology(
+        router={"host": "local", "port": free_port(), "api_keys": "MY_KEYS"},
+        decode=[DECODE | {"secrets": ["HUB_TOKEN"]}],
+    )
+
+    def rotate(keys: str, hub: str) -> None:
+        monkeypatch.setenv("MY_KEYS", keys)
+        monkeypatch.setenv("HUB_TOKEN", hub)
+
+    def planned() -> dict[str, str]:
+        steps = ops.plan_up(path, ops.silent).steps
+        return {s.service.name: s.reason for s in steps if s.kind != "keep"}
+
+    rotate("sk-{dir}\r\nsk-é\n", "old-hub")
+    up(path)
+    assert planned() == {}
+    rotate("sk-{dir}\r\nsk-é\n", "new-hub")
+    assert planned() == {"decode-0": "changed: the secret HUB_TOKEN"}
+    monkeypatch.delenv("HUB_TOKEN")
+    assert planned() == {}, "what runs has its own"
+    rotate("sk-new", "old-hub")
+    everybody = dict.fromkeys(("router", "prefill-0", "decode-0"), "changed: the secret MY_KEYS")
+    assert planned() == everybody
+    assert {s.service.name for s in up(path).plan.of("replace")} == everybody.keys()
+    assert planned() == {}
+    for name in everybody:
+        assert (home.dir("demo", name) / "api_keys").read_text() == "sk-new"
+    audit = (home.base / ".audit" / "demo.log").read_text()
+    assert "sk-new" not in audit and "HUB_TOKEN" not in audit
+    down()
+
+
 def test_down_without_file_cache_or_a_clean_house(home: Home, site: Site) -> None:
     rude = {"STUB_ESCAPE": "1", "STUB_IGNORE_TERM": "1"}
     path = site.topology(decode=[DECODE | {"env": rude}])
