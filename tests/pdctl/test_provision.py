@@ -93,7 +93,7 @@ def test_places_of_a_model_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert probe.model(list(alias)) == str(place)
     (tmp_path / "Qwen").mkdir()
     for name in ("config.json", "a.safetensors", "notes.md"):
-        (tmp_path / "Qwen" / name).write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
+        (tmp_path / "Qwen" / name).write_bytes(b"\x20" + bytes(7) + b"{}".ljust(32))
     files = models.host_files("./Qwen", tmp_path)
     assert [f.source.name for f in files] == ["a.safetensors", "config.json"]
     folder = models.host_places("./Qwen", tmp_path)[1]
