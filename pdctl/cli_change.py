@@ -16,6 +16,7 @@ from pdctl.cli_edge import (
     HostOption,
     NameOption,
     advise,
+    confirmed,
     errors_as,
     print_json,
     where,
@@ -127,7 +128,7 @@ def approver(yes: bool) -> Callable[[Plan], None]:
                 f"this would stop {what}, and there is no terminal to ask at",
                 hint="--yes does it without asking; `pdctl plan` shows what would be done",
             )
-        if not typer.confirm(f"Stop {what}?", err=True):
+        if not confirmed(f"Stop {what}?"):
             raise PdctlError("nothing was changed")
 
     return approve

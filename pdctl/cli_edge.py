@@ -90,10 +90,10 @@ def seconds_ago(text: str) -> float:
 
 
 @contextlib.contextmanager
-def errors_as(as_json: bool, doing: str = "") -> Iterator[None]:
+def errors_as(as_json: bool, doing: str = "", *, lines: bool = False) -> Iterator[None]:
     """With --json a failure is a document on stdout too; the message on stderr stays.
 
-    `doing` is said when it takes longer than a moment.
+    `doing` is said when it takes longer than a moment. `lines`: stdout has one document a line.
     """
     from pdctl.output import Patience
 
@@ -102,10 +102,25 @@ def errors_as(as_json: bool, doing: str = "") -> Iterator[None]:
             yield
     except PdctlError as e:
         if as_json:
-            from pdctl.output import error_document
+            from pdctl.output import error_document, json_line
 
-            print_json(error_document(e))
+            if lines:
+                typer.echo(json_line(error_document(e)))
+            else:
+                print_json(error_document(e))
         raise
+
+
+def confirmed(question: str) -> bool:
+    """Ask at the terminal; its end is a no. Not by click, whose own end Ctrl-C would be here."""
+    typer.echo(f"{question} [y/N]: ", nl=False, err=True)
+    answer = ""
+    try:
+        answer = sys.stdin.readline()
+    finally:
+        if not answer.endswith("\n"):
+            typer.echo(err=True)
+    return answer.strip().lower() in ("y", "yes")
 
 
 def print_json(document: dict[str, Any]) -> None:

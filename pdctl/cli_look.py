@@ -16,6 +16,7 @@ from pdctl.cli_edge import (
     HostOption,
     Name,
     NameOption,
+    confirmed,
     end_for,
     errors_as,
     print_json,
@@ -55,7 +56,7 @@ def status(
 
     screen, place = Screen.of(sys.stdout), where(file, host)
     if watch:
-        with errors_as(as_json):
+        with errors_as(as_json, lines=True):
             _watch(name, place, screen, as_json=as_json)
     with errors_as(as_json, "asking the hosts"):
         found = ops.status(name, place)
@@ -121,7 +122,7 @@ def logs(
     from pdctl.documents import LogPrinter
     from pdctl.output import Screen, json_line
 
-    with errors_as(as_json):
+    with errors_as(as_json, lines=True):
         since_s = None if since is None else seconds_ago(since)
         limit = lines if lines is not None else 50 if since is None else sys.maxsize
         query = ops.LogQuery(tuple(services or ()), limit, since_s)
@@ -228,7 +229,7 @@ def exec_command(
     target = [] if host else words[:1]
     argv = words[len(target) :]
     argv = argv[1:] if argv[:1] == ["--"] else argv
-    with errors_as(as_json):
+    with errors_as(as_json, lines=True):
         if not argv:
             raise UsageError("there is no command", hint="pdctl exec SERVICE -- COMMAND...")
         command = ops.Command(tuple(argv), secrets)
@@ -282,7 +283,7 @@ def lock_break(
             return True
         if not sys.stdin.isatty():
             raise UsageError("breaking a lock needs your word", hint="repeat it with --yes")
-        return typer.confirm("End it?", err=True)
+        return confirmed("End it?")
 
     with errors_as(as_json):
         report = ops.break_locks(name, where(file, host), agree)

@@ -315,15 +315,27 @@ def test_what_stops_nothing_is_not_asked_for(
     assert bool(capsys.readouterr().err) == shown
 
 
-@pytest.mark.parametrize("answer", ["y", "n"])
+@pytest.mark.parametrize("answer", ["y\n", "YES\n", "n\n", "\n", "what\n", ""])
 def test_at_a_terminal_it_asks(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
-    monkeypatch.setattr("sys.stderr", Terminal())
-    if answer == "y":
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    if answer.lower().startswith("y"):
         approver(yes=False)(Plan("demo", (REPLACE,)))
     else:
         with pytest.raises(PdctlError, match="nothing was changed"):
             approver(yes=False)(Plan("demo", (REPLACE,)))
+    assert "Stop decode-0 of demo? [y/N]: " in terminal.getvalue()
+
+
+def test_ctrl_c_at_the_question_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", terminal := Terminal())
+    monkeypatch.setattr(terminal, "readline", interrupt)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with pytest.raises(KeyboardInterrupt):
+        approver(yes=False)(Plan("demo", (REPLACE,)))
 
 
 class Terminal(io.StringIO):

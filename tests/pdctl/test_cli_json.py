@@ -123,3 +123,23 @@ def test_a_repaint_clears_nothing_before_it_draws(monkeypatch: pytest.MonkeyPatc
     assert repaint("a\nb", first=False) == "\x1b[Ha\x1b[K\nb\x1b[K\n\x1b[J"
     assert repaint("a", first=True).startswith("\x1b[2J\x1b[H")
     assert repaint("1\n2\n3\n4\n5", first=False).count("\n") == 3, "it must not scroll"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "logs --name demo",
+        "logs -f --name demo",
+        "exec a --name demo -- true",
+        "status demo --watch",
+    ],
+)
+def test_an_error_in_a_stream_of_documents_is_one_line(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDCTL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    first, *rest = words.split()
+    result = CliRunner().invoke(cli.app, [first, "--json", *rest])
+    (line,) = result.stdout.splitlines()
+    assert json.loads(line)["schema"] == "pdctl.error/1"
