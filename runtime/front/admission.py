@@ -152,8 +152,16 @@ def _token_limit(body: GenerationBody, prompt: tuple[int, ...], ready: CoreReady
 
 
 async def _read_body(http: web.Request) -> bytes:
-    """Raises HTTPRequestEntityTooLarge, before reading where the length is announced."""
-    size = http.content_length
-    if size is not None and size > http.client_max_size:
-        raise web.HTTPRequestEntityTooLarge(http.client_max_size, size)
-    return await http.read()
+    """`http.read()` would keep the body as long as the request, a stream of minutes maybe.
+
+    Raises HTTPRequestEntityTooLarge, before reading where the length is announced.
+    """
+    limit, size = http.client_max_size, http.content_length
+    if size is not None and size > limit:
+        raise web.HTTPRequestEntityTooLarge(limit, size)
+    body = bytearray()
+    while chunk := await http.content.readany():
+        body += chunk
+        if len(body) > limit:
+            raise web.HTTPRequestEntityTooLarge(limit, len(body))
+    return bytes(body)

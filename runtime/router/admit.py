@@ -35,7 +35,7 @@ class _Envelope(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Envelope)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One admitted client request."""
 
@@ -44,6 +44,7 @@ class Call:
     """The client's X-Request-Id, or empty."""
     path: str
     body: bytes
+    """Empty once the answer has begun: there is no retry any more."""
     model: str
     stream: bool
     started: float
@@ -122,12 +123,10 @@ async def admit(
     check_head(request, keys, max_body_bytes)
     try:
         if request.content.is_eof():  # it came with the head, as most do: no timer needed
-            body = await request.read()
+            body = await _read(request, max_body_bytes)
         else:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await request.read()
-    except web.HTTPRequestEntityTooLarge as e:
-        raise too_large(max_body_bytes) from e
+                body = await _read(request, max_body_bytes)
     except TimeoutError as e:
         raise RequestError(
             f"the request body did not arrive within {BODY_TIMEOUT_S:g} s",
@@ -145,6 +144,16 @@ async def admit(
         started=started,
         admit_s=time.perf_counter() - started,
     )
+
+
+async def _read(request: web.Request, max_body_bytes: int) -> bytes:
+    """`request.read()` would keep the body as long as the request, a stream of minutes maybe."""
+    body = bytearray()
+    while chunk := await request.content.readany():
+        body += chunk
+        if len(body) > max_body_bytes:
+            raise too_large(max_body_bytes)
+    return bytes(body)
 
 
 def _parse(body: bytes) -> _Envelope:

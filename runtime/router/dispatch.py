@@ -217,7 +217,7 @@ class Dispatcher:
                 why = f"it broke off before its answer: {reason(e)}"
                 return self._lost(choice, "disconnect", why)
             try:
-                outcome = await self._answer(exchange, choice, lease, upstream)
+                outcome = await self._answer(exchange, call, choice, lease, upstream)
             finally:
                 upstream.close()
             served = isinstance(outcome, web.StreamResponse) and outcome.status < 500
@@ -228,6 +228,7 @@ class Dispatcher:
     async def _answer(
         self,
         exchange: Exchange,
+        call: Call,
         choice: Choice,
         lease: Lease,
         upstream: aiohttp.ClientResponse,
@@ -236,6 +237,7 @@ class Dispatcher:
             return await self._refusal(choice, upstream)
 
         def first_byte() -> None:
+            call.body = b""
             lease.first_byte()
             self._metrics.first_byte(exchange.request.path, time.perf_counter() - exchange.started)
             if upstream.status < 500:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,24 @@ def test_a_large_body_does_not_hold_up_the_loop(
         assert post(front, path, request) == 200
     small, large = threads
     assert (small is front._thread, large is front._thread) == (True, False)
+
+
+def test_a_body_is_not_kept_for_the_whole_stream(start_front: Any) -> None:
+    front = start_front()
+    script = json.dumps({"say": "ab", "hang": True})
+    body = {"model": "tiny", "prompt": script, "stream": True, "metadata": "x" * (4 << 20)}
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+    tracemalloc.start()
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        assert connection.getresponse().readline().startswith(b"data: ")
+        readers = ("*/front/admission.py", "*/aiohttp/web_request.py")
+        only = [tracemalloc.Filter(True, reader) for reader in readers]
+        kept = tracemalloc.take_snapshot().filter_traces(only)
+    finally:
+        tracemalloc.stop()
+        connection.close()
+    assert sum(trace.size for trace in kept.traces) < 1 << 20
 
 
 def post(front: Any, path: str, body: bytes) -> int:

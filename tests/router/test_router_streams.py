@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -132,6 +133,32 @@ async def test_idle_means_zero_after_many_clients_left_at_random(router: Harness
             await asyncio.sleep(0.01)
     assert [(await router.state(n))["failed"] for n in names] == [0, 0, 0, 0]
     assert all(i.prompt_bytes == 0 for i in router.server.registry.instances())
+
+
+async def test_a_body_is_not_kept_for_the_whole_stream(router: Harness) -> None:
+    over = asyncio.Event()
+
+    async def script(request: web.Request) -> web.StreamResponse:
+        response = await start_stream(request)
+        await response.write(event("first"))
+        await over.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    await router.pair(script)
+    tracemalloc.start()
+    try:
+        body = {"stream": True, "prompt": "x" * (4 << 20)}
+        async with router.post(body=body) as response:
+            assert await response.content.readany() == event("first")
+            readers = ("*/router/admit.py", "*/aiohttp/web_request.py")
+            only = [tracemalloc.Filter(True, reader) for reader in readers]
+            kept = tracemalloc.take_snapshot().filter_traces(only)
+            over.set()
+            assert await read_all(response) == b"data: [DONE]\n\n"
+    finally:
+        tracemalloc.stop()
+    assert sum(trace.size for trace in kept.traces) < 6 << 20, "more than the script's own request"
 
 
 async def test_a_slow_client_slows_the_instance_down(router: Harness) -> None:
