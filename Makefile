@@ -61,7 +61,7 @@ lint: install-test
 
 test: install-test model lint
 	@tests/system-packages
-	$(BIN)/python -m pytest -n 2 --max-worker-restart 0
+	$(BIN)/python -m pytest -n 2 --max-worker-restart 0 --durations 12
 
 # Needs root: real RDMA verbs in a User-Mode Linux guest, whose kernel is built the first time (docs/rdma.md).
 test-rdma: install-test
