@@ -31,7 +31,7 @@ from runtime.transfer.identity import own_identity
 from runtime.transfer.paths import OpenedPath, SenderPaths
 from runtime.transfer.plain_stream import MOST_BYTES, send_plain
 from runtime.transfer.prefill_request import PrefillSession
-from runtime.transfer.tcp import TcpSender, detach, own_streams
+from runtime.transfer.tcp import STALL_S, TcpSender, detach, own_streams
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,9 @@ class PeerServer:
         self._next_session = 0
         self._opening: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        """Of each connection."""
+        self._endings: set[asyncio.Task[None]] = set()
+        """Of sessions whose connection is gone."""
         self._writers: dict[int, asyncio.StreamWriter] = {}
 
     async def start(self, address: Address) -> int:
@@ -88,12 +91,16 @@ class PeerServer:
         return port
 
     async def close(self) -> None:
-        """Stop listening and end every session; returns when nothing is written any more."""
+        """Stop listening and end every session; returns when nothing is written any more, or a put
+        does not end.
+        """
         if self._server:
             self._server.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=STALL_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -105,6 +112,9 @@ class PeerServer:
         except (LinkClosed, TransferError, OSError) as e:
             where = writer.get_extra_info("peername")
             _log.info("connection from %s ended: %s", where, str(e) or "no answer in time")
+        except Exception:
+            # Boundary of one connection.
+            _log.exception("connection from %s failed", writer.get_extra_info("peername"))
         except asyncio.CancelledError:
             # Our own `close`; this task is nobody else's, so there is no one to tell.
             pass
@@ -132,7 +142,7 @@ class PeerServer:
         self, hello: Hello, link: Link[PeerRequest], writer: asyncio.StreamWriter
     ) -> None:
         try:
-            session = await self._open(hello, link, writer)
+            session, welcome = await self._open(hello, link, writer)
         except _RefusedHello as e:
             _log.error("%s refused: %s: %s", hello.instance, e.field, e)
             link.send(Refused(e.field, str(e)))
@@ -141,20 +151,33 @@ class PeerServer:
                 await writer.wait_closed()
             return
         try:
+            link.send(welcome)
+            _log.info("session %d with %s over %s", session.number, hello.instance, welcome.path)
             while True:
                 async with asyncio.timeout(SILENCE_S):
                     message = await link.receive()
                 self._handoff.on_peer(session, message)
         finally:
-            # Also when cancelled: a session is over only behind its fence.
             self._writers.pop(session.number, None)
             writer.transport.abort()
-            await asyncio.shield(self._handoff.end_session(session))
-            _log.info("session %d with %s ended", session.number, hello.instance)
+            ending = asyncio.create_task(self._end(session))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    async def _end(self, session: PrefillSession) -> None:
+        """A session is over only behind its fence, however long a put takes."""
+        try:
+            while not await self._handoff.end_session(session):
+                pass
+        except Exception:
+            _log.exception("session %d cannot be ended", session.number)
+        else:
+            _log.info("session %d with %s ended", session.number, session.hello.instance)
 
     async def _open(
         self, hello: Hello, link: Link[PeerRequest], writer: asyncio.StreamWriter
-    ) -> PrefillSession:
+    ) -> tuple[PrefillSession, Welcome]:
+        """The caller ends it, whatever becomes of the connection. Raises _RefusedHello."""
         self._check(hello)
         # One at a time for each instance: the older session is fenced before the newer one is
         # welcomed.
@@ -171,22 +194,18 @@ class PeerServer:
             session = PrefillSession(self._next_session, hello, link, lane, opened.sender, streams)
             self._handoff.open_session(session)
             self._writers[session.number] = writer
-        link.send(
-            Welcome(
-                instance=self._local.instance,
-                incarnation=self._local.incarnation,
-                session=session.number,
-                path=opened.path,
-                path_reason=opened.reason,
-                streams=streams,
-                rdma=opened.rdma,
-                pid=self._identity.pid,
-                start_ticks=self._identity.start_ticks,
-                boot_id=self._identity.boot_id,
-            )
+        return session, Welcome(
+            instance=self._local.instance,
+            incarnation=self._local.incarnation,
+            session=session.number,
+            path=opened.path,
+            path_reason=opened.reason,
+            streams=streams,
+            rdma=opened.rdma,
+            pid=self._identity.pid,
+            start_ticks=self._identity.start_ticks,
+            boot_id=self._identity.boot_id,
         )
-        _log.info("session %d with %s over %s", session.number, hello.instance, opened.path)
-        return session
 
     def _check(self, hello: Hello) -> None:
         local = self._local
@@ -221,6 +240,8 @@ class PeerServer:
         link.send(Pong(first.session))
         async with asyncio.timeout(HANDSHAKE_S):
             await link.drain()
+        if session.lost:
+            raise LinkClosed(f"session {first.session} has ended")
         session.joined.append(detach(writer.get_extra_info("socket").fileno()))
         if len(session.joined) == session.streams:
             session.sender = TcpSender(session.joined)
