@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import shlex
+import signal
 import socket
 import subprocess
 import threading
@@ -61,6 +62,7 @@ class Routes:
             lambda: threading.Semaphore(PER_SERVER)
         )
         self._handshakes = threading.Semaphore(HANDSHAKES)
+        self._commands: list[_Command] = []
 
     def connect(self, destination: str) -> Any:
         """A connected and authenticated fabric.Connection. Raises StepFailed."""
@@ -70,6 +72,8 @@ class Routes:
         for jump in self._jumps.values():
             if jump.connection is not None:
                 jump.connection.close()
+        for command in self._commands:  # also of connections that are being made
+            command.hang_up()
 
     def _connect(self, settings: SshSettings, through: tuple[str, ...]) -> Any:
         """`through`: jump hosts on the way here, so that a circle ends."""
@@ -79,7 +83,7 @@ class Routes:
         for attempt in range(TRIES):
             try:
                 with door, contextlib.ExitStack() as undo:
-                    sock = _socket(settings, gate)
+                    sock = self._socket(settings, gate)
                     undo.callback(sock.close)
                     with self._handshakes:
                         connection = _handshake(settings, sock)
@@ -115,22 +119,26 @@ class Routes:
                     raise jump.error from e
             return jump.connection
 
+    def _socket(self, settings: SshSettings, gate: Any) -> Any:
+        """Connected, and greeted where that can be seen. Raises StepFailed or Dropped."""
+        deadline = time.monotonic() + settings.connect_timeout_s
+        if gate is not None:
+            return _through(gate, settings)
+        sock: socket.socket
+        if settings.proxy_command:
+            sock = _Command.start(settings.proxy_command)
+            self._commands.append(sock)
+        else:
+            sock = _tcp(settings, deadline)
+        try:
+            _await_greeting(sock, settings, deadline)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
 
 # ---- connect -------------------------------------------------------------------------------------
-
-
-def _socket(settings: SshSettings, gate: Any) -> Any:
-    """Connected, and greeted where that can be seen. Raises StepFailed or Dropped."""
-    deadline = time.monotonic() + settings.connect_timeout_s
-    if gate is not None:
-        return _through(gate, settings)
-    sock = _command(settings) if settings.proxy_command else _tcp(settings, deadline)
-    try:
-        _await_greeting(sock, settings, deadline)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def _tcp(settings: SshSettings, deadline: float) -> socket.socket:
@@ -165,19 +173,39 @@ def _tcp(settings: SshSettings, deadline: float) -> socket.socket:
     raise StepFailed("connect", f"{settings.where}: {reason}", hint)
 
 
-def _command(settings: SshSettings) -> socket.socket:
-    """ProxyCommand, run as ssh does: by the user's shell, its stdin and stdout are the line."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        shell = os.environ.get("SHELL") or "/bin/sh"
-        process = subprocess.Popen(
-            [shell, "-c", f"exec {settings.proxy_command}"],
-            stdin=theirs.fileno(),
-            stdout=theirs.fileno(),
-            start_new_session=True,
-        )
-    threading.Thread(target=process.wait, daemon=True).start()  # it ends when the line is closed
-    return ours
+class _Command(socket.socket):
+    """Our end of the line to a ProxyCommand, which ends with it."""
+
+    _running: list[subprocess.Popen[bytes]]
+
+    @staticmethod
+    def start(command: str) -> _Command:
+        """As ssh does it: by the user's shell, its stdin and stdout are the line."""
+        ours, theirs = socket.socketpair()
+        line = _Command(fileno=ours.detach())
+        with theirs:
+            shell = os.environ.get("SHELL") or "/bin/sh"
+            process = subprocess.Popen(
+                [shell, "-c", f"exec {command}"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                start_new_session=True,
+            )
+        line._running = [process]
+        return line
+
+    def hang_up(self) -> None:
+        """End its process group: it may not heed that the line is closed."""
+        with contextlib.suppress(IndexError):  # it was done before
+            process = self._running.pop()
+            # Not reaped until now, so the number is still that of its group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGHUP)
+            threading.Thread(target=process.wait, daemon=True).start()
+
+    def close(self) -> None:
+        super().close()
+        self.hang_up()
 
 
 def _through(gate: Any, settings: SshSettings) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -187,6 +188,40 @@ def test_a_deployment_by_ssh_and_down_after_the_file_is_gone(
     path.unlink()
     assert ops.down("demo", 5.0, ops.silent).ok
     assert home.processes() == [] and home.segments() == []
+
+
+RELAY = """
+import os, socket, sys, threading, time
+from pathlib import Path
+Path(sys.argv[1]).write_text(str(os.getpid()))
+def copy(source, target):
+    while piece := os.read(source, 65536):
+        os.write(target, piece)
+if len(sys.argv) > 2:
+    far = socket.create_connection(("127.0.0.1", int(sys.argv[2])))
+    threading.Thread(target=copy, args=(far.fileno(), 1), daemon=True).start()
+    copy(0, far.fileno())
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("greets", [True, False])
+def test_a_proxy_command_that_heeds_no_end_of_file_ends_with_us(
+    server: Server, tmp_path: Path, greets: bool
+) -> None:
+    relay, pid = tmp_path / "relay.py", tmp_path / "pid"
+    relay.write_text(RELAY)
+    config = Path(os.environ["PDCTL_SSH_CONFIG"])
+    port = server.port if greets else ""
+    proxy = f"  ProxyCommand {sys.executable} {relay} {pid} {port}\n"
+    config.write_text(f"{config.read_text()}{proxy}  ConnectTimeout {60 if greets else 2}\n")
+    with contextlib.closing(SshHost("gpu-a", "lab", python=sys.executable)) as host:
+        if greets:
+            assert ran(host, ["true"]).rc == 0
+        else:
+            with pytest.raises(HostUnreachable, match="no SSH server greets"):
+                ran(host, ["true"])
+    assert eventually(lambda: gone(int(pid.read_text())))
 
 
 def test_settings_as_ssh_prints_them() -> None:
