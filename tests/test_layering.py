@@ -45,10 +45,11 @@ PDCTL_LAYERS: tuple[frozenset[str], ...] = tuple(
 
 # What each part of the runtime may import of the runtime, itself aside.
 _BASE = {"config", "errors", "link", "protocol"}
-_HTTP = _BASE | {"answers", "reasons", "router_protocol"}
+_HTTP = _BASE | {"answers", "bad_requests", "reasons", "router_protocol"}
 RUNTIME_MAY: dict[str, set[str]] = {
     "__main__": _BASE | {"front", "router", "engine.process", "engine.follower", "native"},
     "answers": {"errors", "protocol"},
+    "bad_requests": set(),
     "config": {"errors"},
     "engine": _BASE | {"kv", "models", "transfer", "_native", "native"},
     "errors": set(),
@@ -65,7 +66,7 @@ RUNTIME_MAY: dict[str, set[str]] = {
 }
 WITHOUT_TORCH = (
     *("router", "router_protocol", "front", "answers", "reasons", "link", "protocol", "config"),
-    "errors",
+    *("bad_requests", "errors"),
 )
 
 

@@ -18,6 +18,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from runtime import bad_requests
 from runtime import config as configs
 from runtime.config import Address, WorkerConfig
 from runtime.errors import ConfigError, LegError
@@ -60,6 +61,7 @@ def run_worker(config_path: Path) -> int:
 
 def serve_worker(config: WorkerConfig, core_argv: CoreArgv) -> int:
     """Everything that can be wrong is found before the core is started."""
+    bad_requests.keep_out_of_log()
     token = configs.read_token(config.token_file)
     gate = Gate(token, configs.read_api_keys(config.api_key_file), config.request_timeout_s)
     with bind(config.listen) as listener:

@@ -15,6 +15,7 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
+from runtime import bad_requests
 from runtime.answers import error_response
 from runtime.config import RouterConfig, load, read_api_keys, read_token
 from runtime.errors import ConfigError, RequestError
@@ -169,6 +170,7 @@ def run_router(config_path: Path) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    bad_requests.keep_out_of_log()
     config = load(config_path, RouterConfig)
     token, api_keys = read_token(config.token_file), read_api_keys(config.api_key_file)
     if not (token.isascii() and token.decode("ascii").isprintable()):

@@ -208,6 +208,17 @@ def test_the_fronts_death_ends_the_core(start: Start) -> None:
     core.wait(5)
 
 
+def test_what_is_no_http_is_answered_and_not_logged(start: Start) -> None:
+    worker = start()
+    worker.wait_ready()
+    with socket.create_connection(("127.0.0.1", worker.port), timeout=10) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nbad header\r\n\r\n")
+        assert b" 400 " in client.recv(65536)
+    worker.process.send_signal(signal.SIGTERM)
+    log = worker.stderr()
+    assert "draining" in log and "Traceback" not in log
+
+
 # ---- the core's death ---------------------------------------------------------------------------
 
 

@@ -95,6 +95,18 @@ def test_a_key_file_that_is_open_or_empty_is_one_clear_line(
     assert f"api_key_file {keys}: " in line
 
 
+def test_what_is_no_http_is_answered_and_not_logged(tmp_path: Path) -> None:
+    port = free_port()
+    with running(write_config(tmp_path, port), port) as router:
+        for raw in (b"\x16\x03\x01\x02\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + raw)
+                assert b" 400 " in b"".join(iter(lambda c=client: c.recv(65536), b""))
+        router.terminate()
+        log = router.communicate(timeout=20)[1]
+    assert "stopped" in log and "Traceback" not in log
+
+
 class _Decode(BaseHTTPRequestHandler):
     """An instance with a stream that lasts until the test lets it end."""
 
