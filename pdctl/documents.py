@@ -149,6 +149,8 @@ _COLUMNS = (
 def status_text(found: DeploymentStatus, screen: Screen) -> str:
     """A line for the deployment, the table, and a line for each thing that is worth a look."""
     word = "healthy" if found.healthy else "degraded" if found.services else "not running"
+    if found.unreachable and not found.services:
+        word = "unknown"
     head = f"{found.name}  {screen.paint(word, 'good' if found.healthy else 'bad')}"
     parts = [f"{head}  {found.endpoint}".rstrip()]
     if found.services:

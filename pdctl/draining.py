@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.routing import RouterClient, owed
+from pdctl.routing import Routed, RouterClient, owed
 from pdctl.services import ServiceSpec
 
 POLL_S = 0.1
@@ -30,8 +30,13 @@ class Drain:
 
     @contextlib.contextmanager
     def held(self, report: Report) -> Iterator[None]:
-        """They get nothing new. When the block fails they do again, but for who did not before."""
-        view = self.router.view() or {}
+        """They get nothing new. When the block fails they do again, but for who did not before.
+
+        Raises PdctlError when the router does not tell who did.
+        """
+        view = _view(self.router)
+        if view is None:
+            raise PdctlError(f"the router at {self.router.url}: it does not answer")
         before = {name for name, routed in view.items() if routed.state == "draining"}
         marked: list[ServiceSpec] = []
         try:
@@ -70,13 +75,18 @@ def known_to(router: RouterClient, services: Iterable[ServiceSpec]) -> dict[str,
 
     A router that does not answer for ROUTER_S sends nothing to anybody.
     """
-    deadline = time.monotonic() + ROUTER_S
-    while (view := router.view()) is None and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    view = view or {}
+    view = _view(router) or {}
     return {
         s.name: view[s.name].incarnation for s in services if s.name in view and view[s.name].lives
     }
+
+
+def _view(router: RouterClient) -> dict[str, Routed] | None:
+    """None: it has not answered for ROUTER_S."""
+    deadline = time.monotonic() + ROUTER_S
+    while (view := router.view()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return view
 
 
 def give_back(router: RouterClient, services: Iterable[ServiceSpec], report: Report) -> None:

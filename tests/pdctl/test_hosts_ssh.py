@@ -191,12 +191,13 @@ def test_a_deployment_by_ssh_and_down_after_the_file_is_gone(
 
 
 RELAY = """
-import os, socket, sys, threading, time
+import contextlib, os, socket, sys, threading, time
 from pathlib import Path
 Path(sys.argv[1]).write_text(str(os.getpid()))
 def copy(source, target):
-    while piece := os.read(source, 65536):
-        os.write(target, piece)
+    with contextlib.suppress(OSError):
+        while piece := os.read(source, 65536):
+            os.write(target, piece)
 if len(sys.argv) > 2:
     far = socket.create_connection(("127.0.0.1", int(sys.argv[2])))
     threading.Thread(target=copy, args=(far.fileno(), 1), daemon=True).start()

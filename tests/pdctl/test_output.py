@@ -357,3 +357,5 @@ def test_a_buffer_is_told_of_when_it_is_used_or_was_in_the_way() -> None:
 
 def test_nothing_there() -> None:
     assert status_text(DeploymentStatus("demo", "", ()), PLAIN) == "demo  not running"
+    lost = DeploymentStatus("demo", "", (), {"gpu-a": "gpu-a: connect: refused"})
+    assert status_text(lost, PLAIN).startswith("demo  unknown\ngpu-a: connect: refused\n")

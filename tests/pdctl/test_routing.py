@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -175,3 +176,23 @@ def test_a_router_that_does_not_answer_is_not_one_without_requests(
     server.pages["/ledger"] = ledger()
     assert known_to(router, [prefill]) == {"prefill-0": ""}
     assert Drain(router, [prefill], [prefill]).wait(0.2, lambda _: None) == {}
+
+
+def test_who_was_drained_before_is_not_given_back_by_a_router_that_was_late(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdctl.draining.ROUTER_S", 0.2)
+    router, decode = RouterClient(server.url, "t"), spec("decode-0", server.url)
+    drain = Drain(router, [decode], [decode])
+    with pytest.raises(PdctlError, match="does not answer"), drain.held(lambda _: None):
+        pass
+    assert server.posted == [], "nothing is marked then"
+
+    drained = {"name": "decode-0", "role": "decode", "state": "draining"}
+    monkeypatch.setattr("pdctl.draining.ROUTER_S", 30)
+    server.pages["/internal/drain"] = {}
+    views = iter([None, {"decode-0": Routed.parse(drained)}])
+    monkeypatch.setattr(RouterClient, "view", lambda _: next(views))
+    with contextlib.suppress(KeyboardInterrupt), drain.held(lambda _: None):
+        raise KeyboardInterrupt
+    assert [body["draining"] for _, body, _ in server.posted] == [True], "and stays drained"
