@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdctl.errors import PdctlError
+from pdctl.errors import PdctlError, UsageError
 
 CONNECT_TIMEOUT_S = 5.0
 API_KEY_ENV = "PDCTL_API_KEY"
@@ -166,15 +166,20 @@ def describe(answer: Answer) -> list[str]:
 
 
 def _connect(endpoint: str, timeout_s: float) -> http.client.HTTPConnection:
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise PdctlError(f"{endpoint}: not an http URL", hint="give --endpoint http://HOST:PORT")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=CONNECT_TIMEOUT_S)
     try:
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(endpoint)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(parts.hostname, parts.port, timeout=CONNECT_TIMEOUT_S)
         connection.connect()
-    except OSError as e:
+    except OSError as e:  # before ValueError: a certificate that is refused is both
         raise PdctlError(f"{endpoint}: {e}", hint="is it running? see `pdctl status`") from e
+    except (ValueError, http.client.InvalidURL) as e:
+        raise UsageError(
+            f"{endpoint}: not an http URL", hint="give --endpoint http://HOST:PORT"
+        ) from e
     connection.sock.settimeout(timeout_s)
     return connection
 
@@ -211,9 +216,20 @@ def _apply(
         answer.finish = choice.get("finish_reason") or answer.finish
 
 
-def _key() -> dict[str, str]:
-    key = os.environ.get(API_KEY_ENV)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+def api_key() -> str:
+    """Of the environment, or empty. Raises UsageError for what no header can carry."""
+    key = os.environ.get(API_KEY_ENV, "").strip()
+    if not key.isprintable():
+        raise UsageError(
+            f"${API_KEY_ENV} has a line break or another character that no key has",
+            hint="put one key into it",
+        )
+    return key
+
+
+def _key() -> dict[str, bytes]:
+    key = api_key()
+    return {"Authorization": f"Bearer {key}".encode()} if key else {}
 
 
 def _refused(endpoint: str, status: int, payload: bytes) -> PdctlError:

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from pdctl.ask import API_KEY_ENV
+from pdctl.ask import API_KEY_ENV, api_key
 from pdctl.bench.dataset import Prompt
 from pdctl.bench.outcome import Failure, Outcome, Served
 from pdctl.bench.sse import Event, Parser
@@ -49,7 +49,7 @@ def normalize(endpoint: str) -> str:
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
     """A session without connection limit; `timeout_s` bounds a request from send to last byte."""
     headers = {"Accept-Encoding": "identity"}  # compression would hold chunks back
-    if key := os.environ.get(API_KEY_ENV):
+    if key := api_key():
         headers["Authorization"] = f"Bearer {key}"
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
@@ -100,7 +100,7 @@ async def _call(
             status = response.status
     except TimeoutError as e:
         raise PdctlError(f"{url}: no answer in {_PROBE_S:.0f} s", hint="see pdctl status") from e
-    except aiohttp.InvalidURL as e:
+    except (aiohttp.InvalidURL, UnicodeError) as e:
         raise UsageError(f"{url}: not a URL", hint="--endpoint http://HOST:PORT") from e
     except (aiohttp.ClientError, OSError) as e:
         raise PdctlError(

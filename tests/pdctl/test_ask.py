@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import pytest
 
 from pdctl import cli
 from pdctl.ask import API_KEY_ENV, Answer, ask, describe, first_model
-from pdctl.errors import PdctlError
+from pdctl.bench.client import look, open_session
+from pdctl.errors import PdctlError, UsageError
 
 README = Path(__file__).parents[2] / "README.md"
 PIECE = b'data: {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]}\n\n'
@@ -68,6 +70,52 @@ def test_the_key_comes_from_the_environment(url: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv(API_KEY_ENV, "k1")
     assert first_model(url) == "toy"
     assert question(url).text == "hi"
+
+
+@pytest.mark.parametrize("key", ["k1\n", "schlüssel-Б"])
+def test_a_key_is_sent_as_the_server_reads_it(
+    url: str, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    sent = f"Bearer {key.strip()}".encode().decode("latin-1")  # as http.server decodes headers
+    monkeypatch.setattr(Endpoint, "key", sent.removeprefix("Bearer "))
+    monkeypatch.setenv(API_KEY_ENV, key)
+    assert first_model(url) == "toy"
+    assert question(url).text == "hi"
+
+
+@pytest.mark.parametrize("key", ["one\ntwo", "\udcff"])
+def test_a_key_that_cannot_be_sent_is_said(
+    url: str, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv(API_KEY_ENV, key)
+    for refused in (first_model, question, lambda _: open_session(1.0)):
+        with pytest.raises(UsageError, match=f"{API_KEY_ENV} has a line break") as failure:
+            refused(url)
+        assert key not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1:99999", "http://127.0.0.1:x", "http://[::1", "http://[zz]:1"),
+        *("http://a b:1", "http://a..b:1", "http://" + "x" * 70, "ftp://h", "h:1", "http://"),
+    ],
+)
+def test_an_endpoint_that_is_no_url_is_said(url: str) -> None:
+    for refused in (first_model, question):
+        with pytest.raises(UsageError, match="not an http URL") as failure:
+            refused(url)
+        assert "http://HOST:PORT" in failure.value.hint
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "http://a..b:1"])
+def test_bench_says_it_too(url: str) -> None:
+    async def asked() -> None:
+        async with open_session(1.0) as session:
+            await look(session, url, None)
+
+    with pytest.raises(UsageError, match="not a URL"):
+        asyncio.run(asked())
 
 
 def test_a_reader_that_leaves_is_not_the_endpoints_fault(url: str) -> None:
