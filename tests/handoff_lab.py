@@ -188,7 +188,7 @@ class Pair:
         """Memory does not grow by requests that are over."""
         assert isinstance(self.prefill.role, PrefillRole)
         prefill, decode = self.prefill.role._handoff, self.handoff
-        assert not decode._requests and not decode._closing and not prefill._by_engine_id
+        assert not decode._requests and not decode._requests.closing and not prefill._by_engine_id
         for session in decode.peers._up.values():
             assert not session.requests and not session.writer.open
             assert not getattr(session.receiver, "_live", None)

@@ -25,14 +25,14 @@ _NAMES = (
 class Accounts:
     def __init__(self, instance: str, block_size: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._instance = instance
+        self.instance = instance
         self._block_size = block_size
         # From the start, so that who watches sees a zero and not a gap.
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_NAMES, 0.0))
 
     def served(self, request: DecodeRequest) -> Served:
         """As far as known now."""
-        return request.served(self._instance, self._loop.time(), self._block_size)
+        return request.served(self.instance, self._loop.time(), self._block_size)
 
     def reserved(self, request: DecodeRequest) -> None:
         self.counters["reserve_seconds"] += request.granted - request.arrived

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from dataclasses import dataclass, field
 
@@ -10,18 +11,22 @@ from runtime.engine.contract import Adopted, EngineRequest
 from runtime.errors import Leg
 from runtime.kv.buffer import Reservation
 from runtime.kv.swap import Copy
-from runtime.link import Link
+from runtime.link import Link, LinkClosed
 from runtime.protocol import (
+    Cancel,
     FirstToken,
     Generate,
     KvReady,
     PeerReply,
+    Prefill,
     RequestId,
     Served,
     Welcome,
 )
 from runtime.transfer.base import Receiver
 from runtime.transfer.reservations import Waiter, Writer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +43,13 @@ class DecodeSession:
     """By nonce: who waits for the end of a path test."""
     no_pool: str = ""
     """Why KV goes through the CPU buffer, where it could go straight into GPU memory."""
+
+    def tell(self, message: Prefill | Cancel) -> None:
+        try:
+            self.link.send(message)
+        except LinkClosed:
+            # peer_client is about to report the session as down, which fails what depends on it.
+            _log.debug("%s: link closed while sending", self.peer)
 
     @property
     def path(self) -> str:
