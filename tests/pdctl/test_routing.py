@@ -190,7 +190,7 @@ def test_who_was_drained_before_is_not_given_back_by_a_router_that_was_late(
 
     drained = {"name": "decode-0", "role": "decode", "state": "draining"}
     monkeypatch.setattr("pdctl.draining.ROUTER_S", 30)
-    server.pages["/internal/drain"] = {}
+    server.pages["/internal/drain"] = {"name": "decode-0"}
     views = iter([None, {"decode-0": Routed.parse(drained)}])
     monkeypatch.setattr(RouterClient, "view", lambda _: next(views))
     with contextlib.suppress(KeyboardInterrupt), drain.held(lambda _: None):
