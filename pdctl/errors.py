@@ -9,7 +9,7 @@ PdctlError             1  something failed; `hint` says what to do about it
 ├── ServiceFailed      1  a service exited or did not become ready; has its last log lines
 ├── Locked             4  someone else is changing this deployment
 ├── HostUnreachable    5  a host cannot be reached or logged in to
-└── HostsFailed           several hosts failed, or one of several: all their errors at once
+└── HostsFailed           several hosts or services failed, or one of several: all errors at once
 """
 
 from __future__ import annotations
@@ -110,6 +110,12 @@ class ServiceFailed(PdctlError):
         self.log_tail = tuple(log_tail)
         self.exit_status = exit_status
         """Exit code of the process, negative for a signal; None: it still runs, or is not known."""
+
+
+def failed_services(error: PdctlError) -> list[ServiceFailed]:
+    """The services that failed, if that is what went wrong."""
+    errors = error.errors if isinstance(error, HostsFailed) else (error,)
+    return [e for e in errors if isinstance(e, ServiceFailed)]
 
 
 class Locked(PdctlError):

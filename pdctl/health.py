@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from pdctl.errors import ServiceFailed
+from pdctl.errors import HostsFailed, PdctlError, ServiceFailed
 from pdctl.records import Identity, ServiceRecord
 from pdctl.services import ServiceSpec
 
@@ -65,8 +65,8 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
     """Return when all are ready, each decode service with a path to each prefill service of these.
 
     `deadline` is on the monotonic clock.
-    Raises ServiceFailed for the first service that has ended, also one that was ready before, or
-    that is not ready at the deadline.
+    Raises ServiceFailed, or for several HostsFailed of these: for all that have ended, also
+    those that were ready before, or for all that are not ready at the deadline.
     """
     begun = time.monotonic()
     waiting = {s.name: s for s in services}
@@ -93,8 +93,9 @@ def wait_ready(services: Sequence[ServiceSpec], watcher: Watcher, deadline: floa
                 service, process = waiting[name], records[name].service
                 asked[name] = pool.submit(probe_ready, service, process, prefills)
             if waiting and time.monotonic() >= deadline:
-                name = next(iter(waiting))
-                raise _late(waiting[name], reasons[name], time.monotonic() - begun, watcher)
+                seconds = time.monotonic() - begun
+                late = [_late(s, reasons[s.name], seconds, watcher) for s in waiting.values()]
+                raise _all_of(late, len(services))
             if waiting:
                 slow = time.monotonic() - begun > 3.0
                 time.sleep(
@@ -115,22 +116,30 @@ def _late(service: ServiceSpec, reason: str, seconds: float, watcher: Watcher) -
 
 
 def living(services: Sequence[ServiceSpec], watcher: Watcher) -> Mapping[str, ServiceRecord]:
-    """Their records. Raises ServiceFailed for the first that has ended, with its last lines."""
+    """Their records. Raises as `wait_ready` for those that have ended, with their last lines."""
     records = watcher.observe()
+    ended: list[ServiceFailed] = []
     for service in services:
         record = records.get(service.name)
         if record is None or record.ended:
             how = record.how_it_ended() if record else "its directory is gone"
             tail = watcher.tail(service.name)
             why = next((f": {line}" for line in reversed(tail) if _LAST_WORDS.match(line)), "")
-            raise ServiceFailed(
+            failed = ServiceFailed(
                 f"{service.name} on {service.host}: {how}{why}",
                 service=service.name,
                 host=service.host,
                 log_tail=tail,
                 exit_status=record.exit.status if record and record.exit else None,
             )
+            ended.append(failed)
+    if ended:
+        raise _all_of(ended, len(services))
     return records
+
+
+def _all_of(failed: Sequence[ServiceFailed], of: int) -> PdctlError:
+    return failed[0] if len(failed) == 1 else HostsFailed(failed, of - len(failed))
 
 
 def probe_ready(

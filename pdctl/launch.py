@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pdctl import state
 from pdctl.batches import Batch, serve
 from pdctl.draining import Drain, known_to
-from pdctl.errors import PdctlError, ServiceFailed
+from pdctl.errors import PdctlError, ServiceFailed, failed_services
 from pdctl.events import Event, EventKind, Report
 from pdctl.fleet import Fleet, on_all
 from pdctl.health import POLL_S, SLOW_POLL_S, Watcher, living, wait_ready
@@ -41,10 +41,10 @@ class Patience:
 
 
 def show_log(error: PdctlError, report: Report) -> None:
-    """The last lines of the service that failed, if it is one that did."""
-    if isinstance(error, ServiceFailed):
-        for line in error.log_tail:
-            report(Event("log", line, error.service, error.host))
+    """The last lines of the first service that failed, if any did."""
+    for failed in failed_services(error)[:1]:
+        for line in failed.log_tail:
+            report(Event("log", line, failed.service, failed.host))
 
 
 def _dispensable(name: str, others: Collection[str], router: RouterClient | None) -> bool:
@@ -193,9 +193,8 @@ class Launch:
             grace_s = END_S + (router_s if wave[0].role == "router" else others_s)
             left = [r for r in self.fleet.stop(names, grace_s) if r["left"]]
             if left:
-                raise PdctlError(
-                    f"{left[0]['service']}: processes {left[0]['left']} cannot be stopped"
-                )
+                what = "; ".join(f"{r['service']}: processes {r['left']}" for r in left)
+                raise PdctlError(f"{what} cannot be stopped")
             for service in wave:
                 self._running.pop(service.name, None)
             if by_id[id(wave[0])].kind != "restart":
@@ -248,7 +247,7 @@ class Launch:
     # ---- wait -----------------------------------------------------------------------------------
 
     def _wait(self, seconds: float) -> None:
-        """Until all that is expected is ready, and gets requests. Raises ServiceFailed."""
+        """Until all that is expected is ready, and gets requests. Raises as `wait_ready`."""
 
         def on_ready(service: ServiceSpec, seconds: float) -> None:
             if service.name not in self._ready:

@@ -16,7 +16,7 @@ from typing import Any
 from pdctl import preflight, state
 from pdctl.batches import batches
 from pdctl.collect import collect_failure
-from pdctl.errors import PdctlError, ServiceFailed
+from pdctl.errors import PdctlError, failed_services
 from pdctl.events import Event, Report
 from pdctl.find import Found, Where, located
 from pdctl.fleet import Fleet, raise_failures
@@ -123,7 +123,7 @@ def bring_up(
             leave(fleet, known, needed)
         except PdctlError as e:
             show_log(e, report)
-            if launch.changed or isinstance(e, ServiceFailed):  # else it was only refused
+            if launch.changed or failed_services(e):  # else it was only refused
                 _save_evidence(fleet, wanted.path, e, report)
             raise
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from free_ports import free_port
 
-from pdctl.errors import ServiceFailed
+from pdctl.errors import HostsFailed, ServiceFailed, failed_services
 from pdctl.health import Watcher, probe_ready, wait_ready
 from pdctl.records import ExitRecord, Identity, ServiceRecord
 from pdctl.services import ServiceSpec
@@ -168,6 +168,30 @@ def test_the_death_of_one_that_was_ready_ends_the_wait_for_the_others(fake: Fake
     with pytest.raises(ServiceFailed, match="a on local: exited with code 3"):
         wait_ready([fake.spec(), slow], watcher, soon(60))
     assert told.ready == ["a"]
+
+
+def test_all_that_ended_are_named(fake: Fake) -> None:
+    records = {n: replace(DEAD, name=n) for n in ("a", "b")} | {"c": replace(ALIVE, name="c")}
+    specs = [replace(fake.spec(), name=n) for n in records]
+    watcher = replace(Told().watcher(), observe=lambda: records)
+    with pytest.raises(HostsFailed) as caught:
+        wait_ready(specs, watcher, soon(60))
+    assert [(e.service, e.log_tail) for e in failed_services(caught.value)] == [
+        ("a", ("last words of a",)),
+        ("b", ("last words of b",)),
+    ]
+    assert str(caught.value).endswith("b on local: exited with code 3 after 0.5 s\n1 ok, 2 failed")
+    assert caught.value.exit_code == 1
+
+
+def test_all_that_are_late_are_named(fake: Fake) -> None:
+    fake.status, fake.body = 503, {"waiting_for": "the model to load"}
+    records = {n: replace(ALIVE, name=n) for n in ("a", "b")}
+    specs = [replace(fake.spec(), name=n) for n in records]
+    watcher = replace(Told().watcher(), observe=lambda: records)
+    with pytest.raises(HostsFailed, match=r"a on local is not ready .*\n.*b on local is not") as e:
+        wait_ready(specs, watcher, soon(0.3))
+    assert "--wait-timeout" in e.value.hint
 
 
 def test_an_exit_that_answers_ready_is_still_a_failure(fake: Fake) -> None:
