@@ -86,7 +86,7 @@ def names(base: str, request: dict[str, Any]) -> dict[str, Any]:
     last: dict[str, float] = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(os.path.join(base, ".audit")) as files:
         for file in files:
-            name = file.name.removesuffix(".1").removesuffix(".log")
+            name = file.name.rpartition(".log")[0]
             last[name] = max(last.get(name, 0.0), file.stat().st_mtime)
     return {"names": sorted(last, key=lambda name: last[name], reverse=True)}
 

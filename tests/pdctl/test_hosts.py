@@ -133,10 +133,16 @@ def test_the_shim_works_with_the_oldest_python_here(lab: Lab) -> None:
     if not pythons or subprocess.run([pythons[0], "-c", ""], capture_output=True).returncode:
         pytest.skip("no python older than 3.11 here")
     lab.host.python = pythons[0]
-    lab.start(lab.spec("import time; time.sleep(600)"))
+    spec = lab.spec("import time; time.sleep(600)", secrets=("S",))
+    lab.start(spec, secret_env={"S": "hush"})
     known = lab.status()
     assert (known["state"], known["supervised"]) == ("running", True)
-    lab.call("probe", {"ports": [[free_port(), "127.0.0.1"]]})
+    for do in ("token", "code", "clock", "facts", "collect", "tail", "audit"):
+        lab.call(do, {"deployment": "demo", "lines": 1})
+    assert lab.call("audited", {})["names"] == ["demo"]
+    digests = {"key": "k", "digests": {"a": {"S": "of another value"}}}
+    ask = {"deployment": "demo", "secrets": digests, "ports": [[free_port(), "127.0.0.1"]]}
+    assert lab.call("probe", ask)["rotated"] == {"a": ["S"]}
     assert lab.stop()["a"]["left"] == []
     assert lab.status()["exit"]["signal"] == 15
     lab.call("purge", {"deployment": "demo"})
