@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from typing import Any
@@ -21,7 +22,7 @@ from runtime.engine.sampler import (
     uniform,
     unusable,
 )
-from runtime.front.openai_types import CompletionBody
+from runtime.front.openai_types import CompletionBody, parse_body
 from runtime.protocol import SamplingParams
 
 LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=40).map(torch.tensor)
@@ -56,18 +57,19 @@ def test_parameters_that_choose_nothing_are_told(changes: dict[str, Any]) -> Non
 @pytest.mark.parametrize("end", ["least", "most"])
 def test_whatever_the_front_allows_chooses_a_token(end: str) -> None:
     most = end == "most"
-    body = CompletionBody(
-        model="m",
-        prompt="p",
-        temperature=2 if most else 0,
-        top_p=1 if most else 1e-300,
-        top_k=1 << 31 if most else -1,
-        min_p=1 if most else 0,
-        presence_penalty=2 if most else -2,
-        frequency_penalty=2 if most else -2,
-        repetition_penalty=10 if most else 1e-300,
-        logprobs=20 if most else 0,
-    )
+    asked = {
+        "model": "m",
+        "prompt": "p",
+        "temperature": 2 if most else 0,
+        "top_p": 1 if most else 1e-300,
+        "top_k": 1 << 31 if most else -1,
+        "min_p": 1 if most else 0,
+        "presence_penalty": 2 if most else -2,
+        "frequency_penalty": 2 if most else -2,
+        "repetition_penalty": 10 if most else 1e-300,
+        "logprobs": 20 if most else 0,
+    }
+    body = parse_body(json.dumps(asked).encode(), CompletionBody)
     assert not unusable(body.sampling(max_tokens=1, seed=0))
 
 
