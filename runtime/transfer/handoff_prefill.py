@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeVarTuple
 
@@ -245,28 +245,41 @@ class PrefillHandoff:
         partial one at its end; of a step under way the layers that are done. Blocks are counted
         from the first that decode asks for.
         """
-        message, session = outgoing.message, outgoing.session
-        have, num_layers = message.have_blocks, self._layout.num_layers
-        step_over = event.layers == num_layers
-        stop = event.num_tokens // self._layout.block_size - have
+        message = outgoing.message
+        step_over = event.layers == self._layout.num_layers
+        stop = event.num_tokens // self._layout.block_size - message.have_blocks
         if event.num_tokens >= len(message.prompt):
             stop = len(message.blocks)
             if not stop and step_over:
                 self._on_all_put(outgoing)
         start, layers = outgoing.queued, range(outgoing.queued_layers, event.layers)
         # A step that failed and is tried again tells the same layers again.
-        if stop <= start or not layers:
-            return
-        outgoing.queued = stop if step_over else start
-        outgoing.queued_layers = 0 if step_over else event.layers
-        cuts = split_blocks(start, stop, len(layers) * self._layout.layer_stride)
+        if stop > start and layers:
+            outgoing.queued = stop if step_over else start
+            outgoing.queued_layers = 0 if step_over else event.layers
+            self._queue_puts(outgoing, event.blocks, range(start, stop), layers, step_over)
+
+    def _queue_puts(
+        self,
+        outgoing: Outgoing,
+        held: Sequence[int],
+        blocks: range,
+        layers: range,
+        step_over: bool,
+    ) -> None:
+        """Copy these layers of these blocks, a few MiB at a time. `held`: all blocks of the prompt
+        in the pool. Only with the last layer a block is `whole`, so when the step is over.
+        """
+        message, session = outgoing.message, outgoing.session
+        have = message.have_blocks
+        cuts = split_blocks(blocks.start, blocks.stop, len(layers) * self._layout.layer_stride)
         sender, copies = session.sender, self._engine.copies
         assert sender is not None
 
         def piece(at: int, end: int) -> None:
-            source = event.blocks[have + at : have + end]
+            source = held[have + at : have + end]
             runs = self._engine.pool_map.gather(source, message.blocks[at:end], layers)
-            whole = end if step_over else start
+            whole = end if step_over else blocks.start
             outgoing.nbytes += pool_put(sender, copies, message.nonce, runs, whole)
 
         def on_piece(done: int) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from runtime.config import Address
 from runtime.errors import ConfigError, RuntimeFailure, TransferError
@@ -69,7 +70,8 @@ class PeerServer:
         self._post = post
         self._server: asyncio.Server | None = None
         self._next_session = 0
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By instance; each for as long as somebody opens or waits."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Of each connection."""
         self._endings: set[asyncio.Task[None]] = set()
