@@ -76,6 +76,7 @@ def _watch(name: str | None, place: Where, screen: Screen, *, as_json: bool) -> 
     first = True
     while True:
         found = ops.status(name, place)
+        name = found.name  # whatever else is brought up meanwhile
         if as_json:
             typer.echo(json_line(found.to_json()))
         elif screen.live:

@@ -25,7 +25,8 @@ def doctor_text(found: Diagnosis, screen: Screen) -> str:
     if found.pairs:
         parts.append(table(_PAIRS, [_pair(p, screen) for p in found.pairs], screen))
     works = sum(not r.error for r in found.reached.values())
-    summary = [f"{found.name}: {works} of {len(found.reached)} connections work"]
+    tried = f"{works} of {len(found.reached)} connections work"
+    summary = [f"{found.name}: {tried if found.reached else 'no connection could be tried'}"]
     summary += [_trouble(t, screen) for t in found.troubles]
     if not found.troubles:
         summary.append(f"{screen.paint(screen.symbol('ok'), 'good')} nothing is in the way of `up`")

@@ -106,7 +106,7 @@ def test_the_whole_life_of_a_deployment(site: Site) -> None:
         assert again.stderr.isascii() and "+ local" in again.stderr
         assert "demo: 0 to start, 3 unchanged" in pdctl("up", topology, "--dry-run").stdout
         status_of_a_healthy_one(result["endpoint"])
-        watching_ends_with_ctrl_c()
+        watching_stays_and_ends_with_ctrl_c()
         logs_of_it()
         status_after_a_kill(topology)
     finally:
@@ -130,18 +130,21 @@ def status_of_a_healthy_one(endpoint: str) -> None:
     assert {s["name"] for s in document["services"]} == {"router", "prefill-0", "decode-0"}
 
 
-def watching_ends_with_ctrl_c() -> None:
+def watching_stays_and_ends_with_ctrl_c() -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "pdctl", "status", "demo", "--watch", "--json"],
+        [sys.executable, "-m", "pdctl", "status", "--watch", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout is not None
         first = json.loads(process.stdout.readline())
+        state.remember(state.KnownDeployment("another", "", {"a": "192.0.2.1"}))
+        then = [json.loads(process.stdout.readline())["name"] for _ in range(2)]
+        state.forget("another")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
-    assert first["name"] == "demo" and len(first["services"]) == 3
+    assert {first["name"], *then} == {"demo"} and len(first["services"]) == 3
     assert process.returncode == 130
     assert "Traceback" not in err
 

@@ -187,7 +187,8 @@ def test_the_report_has_a_line_for_each_host_pair_and_trouble() -> None:
     trouble = checks.Trouble("a", "nobody answers", "switch it on")
     edge = Edge("b", "a", "10.0.0.1", 9100, "prefill-0", "why")
     found = Diagnosis("demo", (view(t),), lost, (pair,), {edge: Reached("no answer")}, (trouble,))
-    text = doctor_text(found, Screen(live=False, color=False, unicode=False, width=None))
+    screen = Screen(live=False, color=False, unicode=False, width=None)
+    text = doctor_text(found, screen)
     rows = [line.split() for line in text.splitlines() if line]
     assert [row[:4] for row in rows[1:4]] == [
         ["b", "+", "yes", "3.11"],
@@ -196,6 +197,7 @@ def test_the_report_has_a_line_for_each_host_pair_and_trouble() -> None:
     ]
     assert rows[5] == ["prefill-0", "(a)", "decode-0", "(b)", "tcp", "9100", "?", "-", "1.50"]
     assert "demo: 0 of 1 connections work" in text
+    assert "no connection could be tried" in doctor_text(replace(found, reached={}), screen)
     assert "x a: nobody answers\n    do: switch it on" in text and "in the way" not in text
     assert found.exit_code == 5 and replace(found, lost={}).exit_code == 1
     assert replace(found, lost={}, troubles=(replace(trouble, severe=False),)).exit_code == 0
