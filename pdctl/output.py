@@ -93,13 +93,19 @@ Row = Sequence[Cell | str]
 
 
 def table(header: Sequence[str], rows: Sequence[Row], screen: Screen) -> str:
-    """Aligned columns. Too narrow a screen loses columns on the right; a line is never wrapped."""
+    """Aligned columns. A line is never wrapped: too narrow a screen loses columns on the right, and
+    a last line names them.
+    """
     cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
     cells.insert(0, [Cell(title, "bold") for title in header])
     widths = [max(len(row[i].text) for row in cells) for i in range(len(header))]
     while screen.width and len(widths) > 1 and _total(widths) > screen.width:
         widths.pop()
-    return "\n".join(_line(row, widths, screen) for row in cells)
+    lines = [_line(row, widths, screen) for row in cells]
+    if lost := header[len(widths) :]:
+        note = f"(too narrow for {', '.join(lost)})"
+        lines.append(screen.paint(note[: screen.width], "dim"))
+    return "\n".join(lines)
 
 
 def _total(widths: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import ports
+from . import asker, ports
 from .deployment import forget_when_empty
 from .files import Refused, private_dir, write_json, write_private
 from .procs import MARKER, Proc, marked, send
@@ -231,7 +231,7 @@ def stop(base: str, request: dict[str, Any]) -> dict[str, Any]:
             time.monotonic() >= deadline and not any("shim" in s.live() for s in alive)
         ):
             break
-        if _nobody_asks():
+        if asker.gone():
             raise Refused("stop", "whoever asked for it is gone")
         time.sleep(POLL_S)
     swept = _sweep(services, time.monotonic() + SWEEP_TIMEOUT_S)
@@ -249,13 +249,6 @@ def stop(base: str, request: dict[str, Any]) -> dict[str, Any]:
             if not port["free"]
         ]
     return {"services": list(reports.values())}
-
-
-def _nobody_asks() -> bool:
-    """Whether the other end of our input is closed."""
-    asker = select.poll()
-    asker.register(0, 0)  # the end alone is always told
-    return any(event & select.POLLHUP for _, event in asker.poll(0))
 
 
 def _terminate(service: Service, marks: dict[str, list[Proc]], grace: float) -> list[int]:

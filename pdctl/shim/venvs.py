@@ -1,6 +1,7 @@
 """Python environments made of what was sent: venvs, filled by pip, the runtime on top.
 
-Half made ones are removed at once. Does not know which one is in use.
+Half made ones are removed at once, also when the pdctl that asked is gone. Does not know which
+one is in use.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import contextlib
 import glob
 import os
 import shutil
+import signal
 import subprocess
 import tarfile
+import time
 import zipfile
 from collections.abc import Iterator
 from typing import Any
 
-from . import interpreters
+from . import asker, interpreters
 from .files import Refused, private_dir, write_json
 from .synced import COMPLETE
 
 LOG = "install.log"
 LOCK = "requirements.txt"
 INSTALL_TIMEOUT_S = 3600.0
+POLL_S = 0.5
 
 
 class Work:
@@ -129,16 +133,17 @@ class Work:
             env = {k: v for k, v in env.items() if not k.startswith("PIP_")}
             env["PIP_CONFIG_FILE"] = os.devnull
         with open(self.log, "w") as log:
-            try:
-                done = subprocess.run(
-                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd="/",
-                    timeout=INSTALL_TIMEOUT_S,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                raise Refused(
-                    "install", f"{argv[0]} did not end in {INSTALL_TIMEOUT_S:.0f} s"
-                ) from None
-        if done.returncode:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            code = _wait(process, argv[0])
+        finally:
+            if process.returncode is None:  # its pid, which is its group's too, means no other
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code:
             raise Refused("install", self._why(), f"all of it is in {self.log} on that host")
 
     def _why(self) -> str:
@@ -147,6 +152,20 @@ class Work:
         full = [line for line in lines if "No space left on device" in line]
         errors = [line for line in lines if line.startswith(("ERROR:", "Error:"))]
         return (full or errors or lines or ["it ended without a word"])[-1]
+
+
+def _wait(process: subprocess.Popen[bytes], name: str) -> int:
+    """Until it ends, for as long as whoever asked is there; its exit code."""
+    deadline = time.monotonic() + INSTALL_TIMEOUT_S
+    while True:
+        try:
+            return process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            if asker.gone():
+                raise Refused("install", "whoever asked for it is gone") from None
+            if time.monotonic() >= deadline:
+                why = f"{name} did not end in {INSTALL_TIMEOUT_S:.0f} s"
+                raise Refused("install", why) from None
 
 
 def _site_packages(venv: str) -> str:

@@ -121,7 +121,8 @@ def status_of_a_healthy_one(endpoint: str) -> None:
     wide = on_a_terminal("status", columns=200)
     assert "\x1b[32m✔ healthy\x1b[0m" in wide and "KV MOVED" in wide
     narrow = on_a_terminal("status", columns=40, NO_COLOR="1")
-    assert "\x1b" not in narrow and "ENDPOINT" not in narrow
+    assert "\x1b" not in narrow and "ENDPOINT" not in narrow.splitlines()[2]
+    assert "(too narrow for" in narrow
     assert narrow.splitlines()[0] == f"demo  healthy  {endpoint}"
     assert all(len(line) <= 40 for line in narrow.splitlines()[1:])
     document = json.loads(pdctl("status", "demo", "--json").stdout)

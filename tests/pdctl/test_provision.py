@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervision import Home, Lab
+from supervision import Home, Lab, eventually, gone
 
 from pdctl import models, preflight, wheels
 from pdctl.errors import (
@@ -67,6 +68,24 @@ def test_current_is_only_what_is_complete(home: Home) -> None:
     assert known == {"id": name, "python": f"{home.base}/.code/{name}/venv/bin/python"}
     (home.base / ".code" / name / "complete.json").unlink()
     assert synced.current(str(home.base)) is None
+
+
+def test_an_install_ends_with_the_pdctl_that_asked(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pdctl.shim.venvs import Work\n"
+        "with Work(sys.argv[1], {'index': True, 'python': '/bin/true'})._making(sys.argv[2], {}):\n"
+        "    Work(sys.argv[1], {'index': True})._run(['sh', '-c', sys.argv[3]])\n"
+    )
+    target, pids = tmp_path / "env", tmp_path / "pids"
+    pip = f"sleep 600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
+    argv = [sys.executable, "-c", script, str(tmp_path), str(target), pip]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as shim:
+        eventually(pids.exists)
+        assert target.exists()
+        _, said = shim.communicate(timeout=20)
+    assert b"whoever asked for it is gone" in said
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+    assert not target.exists()
 
 
 def test_a_file_is_named_only_with_the_right_hash(lab: Lab, tmp_path: Path) -> None:
