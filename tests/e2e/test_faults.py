@@ -93,8 +93,10 @@ def test_prefill_killed_under_load(fragile: Deployment) -> None:
     assert (served.finish, served.done) == ("length", True)
 
 
-@pytest.mark.parametrize("victim", ["router", "prefill-0", "decode-0"])
-@pytest.mark.parametrize("what", ["service", "everything"])
+@pytest.mark.parametrize(
+    ("victim", "what"),
+    [("router", "everything"), ("prefill-0", "service"), ("decode-0", "everything")],
+)
 def test_down_after_a_kill_leaves_nothing(lab: Lab, victim: str, what: str) -> None:
     """`running` asserts after its `down` that no segment is left; here processes and ports too."""
     name = f"killed-{victim}-{what}"

@@ -8,6 +8,7 @@ Started as `<wrapper> -m runtime KIND --config FILE`. STUB_* variables make it m
 from __future__ import annotations
 
 import ctypes
+import http.client
 import http.server
 import json
 import os
@@ -163,7 +164,7 @@ def register(config: dict[str, Any]) -> None:
             draining = reply["draining"]
             if config["role"] == "decode":
                 Handler.peers = reply["peers"]
-        except OSError:
+        except (OSError, http.client.HTTPException, ValueError):  # it may end in mid-answer
             pass
         time.sleep(HEARTBEAT_S)
 

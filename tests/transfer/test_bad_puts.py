@@ -165,6 +165,7 @@ def test_kv_that_comes_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         id_ = both.decode.ask(prompt(40))
         await both.decode.until(lambda: any(r.ready for r in session.requests.values()))
         [nonce] = session.requests
+        await both.decode.until(lambda: real(nonce, 10) == 10)  # prefill's word may be here first
         for at in range(0, 60, 4):
             most = at // 6
             both.handoff.on_received(session, nonce)
