@@ -68,7 +68,7 @@ def listen_address(topology: Topology, host: str, explicit: str | None = None) -
     entry = topology.hosts[host]
     if entry.bind is not None:
         return entry.bind
-    spread = len(topology.used_hosts()) > 1 or not entry.local
+    spread = not entry.local or len(topology.used_hosts()) > 1
     return (entry.reachable_at if spread else None) or "127.0.0.1"
 
 

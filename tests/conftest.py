@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from rdma_lab import IN_GUEST, has_devices
+from reference import Greedy, greedy_of
 
 # Tests that compute with torch share the cores with the deployments they test. Set before torch is
 # imported, and for the same reason as in the engine core (docs/decisions/0002).
@@ -39,6 +40,12 @@ def model_path() -> Path:
     if not path.exists():
         pytest.skip(f"the default model is not here ({path}): run `pdctl model pull smollm2-135m`")
     return path
+
+
+@pytest.fixture(scope="session")
+def transformers_greedy(model_path: Path) -> Greedy:
+    """Of the default model. Once for all tests: transformers takes long to read it."""
+    return greedy_of(model_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

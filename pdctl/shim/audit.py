@@ -10,9 +10,12 @@ import contextlib
 import json
 import os
 import time
-from typing import Any
 
 from .files import Refused, checked, private_dir
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 CAP_BYTES = 256 << 10
 

@@ -14,19 +14,21 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from . import asker, ports
 from .deployment import forget_when_empty
 from .files import Refused, private_dir, write_json, write_private
 from .procs import MARKER, Proc, marked, send
 from .service import OWN_FILES, Service, service_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 REPORT_TIMEOUT_S = 20.0
 SWEEP_TIMEOUT_S = 10.0
@@ -316,6 +318,8 @@ def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _remove(folder: str) -> None:
     """The lock last: by it a removal that was killed is found and goes on, with the secrets."""
+    import shutil
+
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -325,6 +329,8 @@ def _remove(folder: str) -> None:
 
 
 def _keep_last(base: str, deployment: str, services: list[Service], *, forget: bool) -> None:
+    import shutil
+
     private_dir(os.path.join(base, ".last"))
     kept = os.path.join(base, ".last", deployment)
     if forget:

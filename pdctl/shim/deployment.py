@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
 
 from .files import checked, private_dir, read_json, write_json
 from .service import names_in, service_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 FILE = ".deployment.json"
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 VERSIONS = os.path.join(os.path.dirname(__file__), "versions.py")
 TIMEOUT_S = 30.0

@@ -12,10 +12,13 @@ import json
 import os
 import signal
 import time
-from typing import Any
 
 from .files import Refused, checked, private_dir, read_json
 from .procs import boot_id, identity, is_alive, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 POLL_S = 0.05
 TERM_S = 1.0

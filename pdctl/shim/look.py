@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from . import deployment as deployments
 from . import lock
 from .procs import marked
 from .service import Service, deployment_names, service_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def token(base: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from . import audit, lock
 from .files import Refused, base_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # Which function answers what. Its module is imported by the first who asks: most calls need few,
 # and a host may run very many.

@@ -12,9 +12,12 @@ import os
 import pwd
 import socket
 from collections.abc import Iterable
-from typing import Any
 
 from .procs import marker_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _CLAIM = "pdctl/port/"
 _claimed: dict[int, socket.socket] = {}
@@ -25,9 +28,9 @@ def port(base: str, number: int, bind: str) -> dict[str, Any]:
     """Whether a server could listen there now, and who does when not."""
     answer: dict[str, Any] = {"port": number, "bind": bind, "free": True, "error": ""}
     try:
-        found = socket.getaddrinfo(
-            bind or None, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        # As bytes: for text, python loads its tables of international names.
+        host = bind.encode() or None
+        found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from typing import Any
 
 from . import interpreters, ports
 from .synced import current, model_cache
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 SHM = "/dev/shm"
 

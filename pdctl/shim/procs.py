@@ -9,17 +9,22 @@ import errno
 import os
 import signal
 from collections.abc import Collection
-from typing import Any, NamedTuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 MARKER = "PDCTL_SERVICE"
 """Environment variable of every supervised process: its service's directory."""
 
 
-class Proc(NamedTuple):
-    pid: int
-    ppid: int
-    ticks: int
-    """Start time in ticks since boot: with pid and boot id it names one process for ever."""
+class Proc:
+    """`ticks`: start time since boot; with pid and boot id it names one process for ever."""
+
+    __slots__ = ("pid", "ppid", "ticks")
+
+    def __init__(self, pid: int, ppid: int, ticks: int) -> None:
+        self.pid, self.ppid, self.ticks = pid, ppid, ticks
 
 
 def boot_id() -> str:

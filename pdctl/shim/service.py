@@ -13,10 +13,13 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
-from typing import Any
 
 from .files import NAME, checked, read_json
 from .procs import Proc, boot_id, descendants, is_alive, uptime_s
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 OWN_FILES = frozenset(
     ("spec.json", "identity.json", "family.json", "exit.json", "stop.json", "lock", "env", "token")

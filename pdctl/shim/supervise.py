@@ -14,11 +14,14 @@ import os
 import signal
 import sys
 import time
-from typing import NoReturn
 
 from . import procs
 from .files import read_json, write_json
 from .service import Service
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 LOG_CAP_BYTES = 32 << 20
 TICK_S = 1.0

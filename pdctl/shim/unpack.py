@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import sys
 import time
 
@@ -28,11 +27,12 @@ def unpack(folder: str, files: dict[str, str]) -> None:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as f:
                 f.write(text)
         os.rename(new, folder)
-    except OSError:
-        if not os.path.isdir(folder):
-            raise
-    finally:
+    except BaseException as e:
+        import shutil
+
         shutil.rmtree(new, ignore_errors=True)
+        if not isinstance(e, OSError) or not os.path.isdir(folder):
+            raise
 
 
 def _private_parents(path: str) -> None:

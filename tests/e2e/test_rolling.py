@@ -22,7 +22,6 @@ from streams import Stream, stream_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(600)]
 
-MIXED = {"host": "local", "threads": 1, "kv_cache": "256MiB"}
 PATIENCE_S = 240.0
 CLIENTS = 3
 """Two with short answers, one whose answers take a while."""
@@ -163,11 +162,3 @@ def test_a_killed_prefill_instance_costs_only_what_it_had(apart: Deployment) -> 
     assert pids(apart)["decode-0"] == decode
     assert apart.get("decode-0", "/ready")["peers"]["prefill-0"]["path"]
     apart.wait_idle("prefill-0", "prefill-1", "decode-0")
-
-
-def test_rolling_restart_of_a_mixed_pair(lab: Lab) -> None:
-    for deployment in running(lab, "rolling-mixed", mixed=[MIXED | {"replicas": 2}]):
-        with load(deployment):
-            done = pdctl(deployment, "restart", "--rolling")
-        assert sorted(done["restarted"]) == ["mixed-0", "mixed-1"]
-        deployment.wait_idle("mixed-0", "mixed-1")

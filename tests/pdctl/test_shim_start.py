@@ -280,3 +280,18 @@ def test_the_log_has_a_cap(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert oct((directory / "out.log.1").stat().st_mode & 0o777) == "0o600"
     os.close(read)
     os.close(write)
+
+
+def test_what_a_start_loads() -> None:
+    """Very many hosts may be one machine's CPUs, and these take longer to load than the rest."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from shim import main, look, probe, deployment, control, supervise, unpack\n"
+        "question = {'do': 'probe', 'base': '/', 'ports': [[0, '127.0.0.1']]}\n"
+        "answer = main.Session().answer(question)\n"
+        "assert answer['ports'][0]['free'], answer\n"
+        "print(sorted({'typing', 'shutil', 'lzma', 'encodings.idna'} & sys.modules.keys()))"
+    )
+    argv = [sys.executable, "-I", "-S", "-c", code, str(Path(supervise.__file__).parents[1])]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert result.stdout == "[]\n", result.stdout + result.stderr

@@ -199,11 +199,14 @@ def test_children_of_a_stranger_are_no_kin(monkeypatch: pytest.MonkeyPatch) -> N
         eventually(lambda: procs.marker_of(child.pid))
         me, found = procs.proc(os.getpid()), procs.proc(child.pid)
         assert me and found
-        assert found in procs.descendants([me])
-        assert procs.descendants([me._replace(ticks=me.ticks - 1)]) == []
+        assert found.pid in [p.pid for p in procs.descendants([me])]
+        assert procs.descendants([procs.Proc(me.pid, me.ppid, me.ticks - 1)]) == []
         assert procs.descendants([procs.Proc(1 << 30, 0, 1)]) == []
         # It had the mark, died, and another has its pid.
-        assert procs.marked("/demo") == {"/demo/a": [found]}
+        marked = procs.marked("/demo")
+        assert {where: [p.pid for p in some] for where, some in marked.items()} == {
+            "/demo/a": [child.pid]
+        }
         marks = iter(["/demo/a", None])
         with monkeypatch.context() as patch:
             patch.setattr(procs, "_pids", lambda: [child.pid])
