@@ -45,14 +45,16 @@ $(VENV)/.test: pyproject.toml $(INSTALLED)
 model: install
 	$(BIN)/pdctl model pull smollm2-135m
 
+# Named in each command, because other deployments may run here.
 quickstart: model
+	@$(eval DEPLOYMENT := $(shell $(BIN)/pdctl validate $(TOPOLOGY) 2>/dev/null | sed -n 's/^name: //p'))
 	$(BIN)/pdctl up $(TOPOLOGY)
-	$(BIN)/pdctl ask '$(QUESTION)'
-	$(BIN)/pdctl bench --num-prompts 8 --input-len 256 --output-len 16 --max-concurrency 2 --ignore-eos
+	$(BIN)/pdctl ask --name $(DEPLOYMENT) '$(QUESTION)'
+	$(BIN)/pdctl bench $(DEPLOYMENT) --num-prompts 8 --input-len 256 --output-len 16 --max-concurrency 2 --ignore-eos
 	@echo
-	@$(BIN)/pdctl status
+	@$(BIN)/pdctl status $(DEPLOYMENT)
 	@echo
-	@echo "It is still running. Stop it with: $(BIN)/pdctl down"
+	@echo "It is still running. Stop it with: $(BIN)/pdctl down $(DEPLOYMENT)"
 
 lint: install-test
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from pdctl.errors import EXIT_INTERRUPTED
@@ -10,6 +11,9 @@ from pdctl.interrupts import leave_now, like_ctrl_c
 
 def main() -> None:
     """Entry point: an interrupt while the modules load ends like one that comes later."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     try:
         like_ctrl_c()
         from pdctl.cli import main as run

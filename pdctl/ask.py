@@ -19,6 +19,7 @@ from pdctl.errors import PdctlError, UsageError
 
 CONNECT_TIMEOUT_S = 5.0
 API_KEY_ENV = "PDCTL_API_KEY"
+_RUNNING_HINT = "is it running? see `pdctl status`"
 _STATUS_HINT = "`pdctl status` shows what is down or drained"
 
 
@@ -79,7 +80,7 @@ def ask(
         raise  # of `on_text`: nobody reads the answer any more
     except (OSError, http.client.HTTPException) as e:
         raise PdctlError(
-            f"{endpoint}: the answer broke off: {e or type(e).__name__}", hint=_STATUS_HINT
+            f"{endpoint}: the answer broke off: {_reason(e)}", hint=_STATUS_HINT
         ) from e
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         raise PdctlError(f"{endpoint}: what it sends is not a stream of chat chunks") from e
@@ -105,7 +106,7 @@ def first_model(endpoint: str) -> str:
             raise PdctlError(f"{endpoint}: it serves no model now", hint=_STATUS_HINT)
         return str(served[0]["id"])
     except (OSError, http.client.HTTPException) as e:
-        raise PdctlError(f"{endpoint}: {e}", hint="is it running? see `pdctl status`") from e
+        raise PdctlError(f"{endpoint}: {_reason(e)}", hint=_RUNNING_HINT) from e
     except (ValueError, LookupError, TypeError) as e:
         raise PdctlError(f"{endpoint}: /v1/models did not answer with a list of models") from e
     finally:
@@ -175,13 +176,18 @@ def _connect(endpoint: str, timeout_s: float) -> http.client.HTTPConnection:
         connection = kind(parts.hostname, parts.port, timeout=CONNECT_TIMEOUT_S)
         connection.connect()
     except OSError as e:  # before ValueError: a certificate that is refused is both
-        raise PdctlError(f"{endpoint}: {e}", hint="is it running? see `pdctl status`") from e
+        raise PdctlError(f"{endpoint}: {_reason(e)}", hint=_RUNNING_HINT) from e
     except (ValueError, http.client.InvalidURL) as e:
         raise UsageError(
             f"{endpoint}: not an http URL", hint="give --endpoint http://HOST:PORT"
         ) from e
     connection.sock.settimeout(timeout_s)
     return connection
+
+
+def _reason(error: Exception) -> str:
+    """The system's own words, without its number."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -76,7 +76,8 @@ def remarks(plan: Plan, *, rolling: bool = True) -> tuple[str, ...]:
         meanwhile = {name: s for name, s in running.items() if name not in ending}
         if serve(running.values()) and not serve(meanwhile.values()):
             names = [s.service.name for s in batch.starting]
-            found.append(f"nothing is served until {_listed(names)} ready")
+            until = f"until {_listed(names)} ready" if names else f"without {', '.join(ending)}"
+            found.append(f"nothing is served {until}")
         running = meanwhile | {s.service.name: s.service for s in batch.starting}
     return tuple(found)
 

@@ -39,6 +39,7 @@ from pdctl.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     PdctlError,
+    UsageError,
 )
 
 app = typer.Typer(
@@ -91,6 +92,7 @@ def down(
     """
     from pdctl import ops
     from pdctl.output import Progress, duration, print_warning
+    from pdctl.sizes import counted
 
     stop = ops.down_orphans if orphans else ops.down
     with errors_as(as_json), Progress() as report:
@@ -104,7 +106,7 @@ def down(
         what = "is down" if result.ok else "is NOT down: see above"
         how = f"{len(result.services)} stopped, {duration(result.seconds)}"
         if result.unreachable:
-            how += f"; {result.hosts_ok} hosts ok, {len(result.unreachable)} failed"
+            how += f"; {counted(result.hosts_ok, 'host')} ok, {len(result.unreachable)} failed"
         if orphans:
             typer.echo(f"orphans of {result.name}: {how}")
         else:
@@ -118,7 +120,7 @@ def down(
 
 @app.command()
 def ask(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
     name: Annotated[
         str | None,
         typer.Option(
@@ -153,6 +155,8 @@ def ask(
             shown = piece
 
     with errors_as(as_json):
+        if not question.strip():
+            raise UsageError("the question is empty", hint="for example `pdctl ask 'Hello'`")
         try:
             url = endpoint or ops.status(name).endpoint
             answer = ask_endpoint(

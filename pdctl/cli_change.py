@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def up(
         detach=detach,
         wait_timeout_s=wait_timeout,
         keep_on_failure=keep_on_failure,
-        approve=approver(yes),
+        approve=approver(yes, look="`pdctl plan` shows what would be done"),
     )
     with errors_as(as_json), Progress() as report:
         result = ops.up(path, options, report)
@@ -110,23 +111,26 @@ def plan(path: TopologyPath, verbose: Verbose = False, as_json: AsJson = False) 
     raise typer.Exit(EXIT_DEGRADED if found.changes else EXIT_OK)
 
 
-def approver(yes: bool) -> Callable[[Plan], None]:
-    """Shows a plan that touches what runs, and asks when it stops something of that."""
+def approver(yes: bool, look: str = "") -> Callable[[Plan], None]:
+    """Shows a plan that touches what runs, and asks when it stops something of that. `look`: how to
+    see it beforehand.
+    """
 
     def approve(found: Plan) -> None:
         from pdctl.documents import plan_text
         from pdctl.output import Screen
+        from pdctl.sizes import listed
 
         if not found.changes or not any(step.running for step in found.steps):
             return
         typer.echo(plan_text(found, Screen.of(sys.stderr), verbose=False), err=True)
         if yes or not found.ends:
             return
-        what = f"{', '.join(found.ends)} of {found.deployment}"
+        what = f"{listed(found.ends)} of {found.deployment}"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise UsageError(
                 f"this would stop {what}, and there is no terminal to ask at",
-                hint="--yes does it without asking; `pdctl plan` shows what would be done",
+                hint="--yes does it without asking" + (f"; {look}" if look else ""),
             )
         if not confirmed(f"Stop {what}?"):
             raise PdctlError("nothing was changed")
@@ -161,9 +165,13 @@ def scale(
 
 
 def _number(text: str) -> tuple[str, int]:
+    from pdctl.topology_schema import ROLES
+
     role, _, count = text.partition("=")
-    if role not in ("prefill", "decode", "mixed") or not count.isdecimal():
-        raise UsageError(f"{text!r} is not ROLE=N", hint="for example decode=3, prefill=2, mixed=1")
+    if role not in ROLES or not count.isdecimal():
+        close = difflib.get_close_matches(role, ROLES, n=1) if role not in ROLES else []
+        hint = f"did you mean {close[0]}?" if close else "for example decode=3, prefill=2, mixed=1"
+        raise UsageError(f"{text!r} is not ROLE=N", hint=hint)
     return role, int(count)
 
 
@@ -179,6 +187,7 @@ def restart(
             help="One instance after the other, each drained first; the router only when named.",
         ),
     ] = False,
+    yes: Yes = False,
     timeout: DrainTimeout = None,
     wait_timeout: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="How long each may take to be ready.")
@@ -191,12 +200,15 @@ def restart(
     """Start services again as they are.
 
     With --rolling no request is lost as long as there are two instances of a role: one is drained,
-    restarted, ready and linked before the next. Stops at the first that does not come back.
+    restarted, ready and linked before the next. Stops at the first that does not come back. It asks
+    before it when nothing would be served meanwhile.
     """
     from pdctl import ops
     from pdctl.output import Progress, duration
 
-    options = ops.RestartOptions(tuple(services or ()), rolling, timeout, wait_timeout)
+    options = ops.RestartOptions(
+        tuple(services or ()), rolling, timeout, wait_timeout, approver(yes)
+    )
     with errors_as(as_json), Progress() as report:
         result = ops.restart(name, options, report, where(file, host))
     if as_json:
@@ -210,7 +222,9 @@ def drain(
     service: Annotated[
         str,
         typer.Argument(
-            help="An instance: decode-0, prefill-1, ...", autocompletion=complete_instance
+            metavar="SERVICE",
+            help="An instance: decode-0, prefill-1, ...",
+            autocompletion=complete_instance,
         ),
     ],
     undo: Annotated[bool, typer.Option("--undo", help="Let it have new requests again.")] = False,
@@ -220,7 +234,7 @@ def drain(
     host: HostOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give an instance no new requests; wait until it has finished those it has.
+    """Give an instance no new requests; wait for those it has.
 
     Exits with 3 when it has not finished in time: it stays drained. A restart ends the drain.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,20 +19,15 @@ def validate(
 ) -> None:
     """Check a topology; report every mistake at once.
 
-    Also whether the model's files are whole, when an instance is to run on this machine. Prints it
-    with all defaults filled in.
+    Also of the model when an instance is to run on this machine: whether its files are whole, and
+    whether it fits tp_size and kv_cache. Prints the topology with all defaults filled in.
     """
-    from pdctl import models
     from pdctl.documents import topology_text, validate_document
     from pdctl.output import print_warning
     from pdctl.topology import load
 
     with errors_as(as_json):
-        loaded = load(path)
-        wanted = loaded.topology
-        if any(wanted.hosts[i.host].local for i in wanted.instances()):
-            to_do = models.look(wanted.model, path.resolve().parent)
-            loaded = replace(loaded, warnings=(*loaded.warnings, *to_do))
+        loaded = load(path, model=True)
     document = validate_document(loaded)
     if as_json:
         print_json(document)
@@ -45,7 +39,7 @@ def validate(
 
 def init(
     path: Annotated[
-        Path, typer.Argument(help="The file to write; a folder gets one inside.")
+        Path, typer.Argument(metavar="PATH", help="The file to write; a folder gets one inside.")
     ] = Path("topology.yaml"),
     template: Annotated[
         str,

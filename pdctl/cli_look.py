@@ -157,7 +157,8 @@ def audit(
     """
     from pdctl import ops
     from pdctl.documents import audit_text
-    from pdctl.output import Screen
+    from pdctl.find import unheard
+    from pdctl.output import Screen, print_warning
 
     with errors_as(as_json, "asking the hosts"):
         report = ops.audit(name, lines, where(file, host))
@@ -167,6 +168,8 @@ def audit(
         if name is None and report.entries:
             typer.echo(f"{report.name}:", err=True)
         typer.echo(audit_text(report, Screen.of(sys.stdout)))
+        if name is not None and not report.entries and not report.unreachable:
+            print_warning(unheard(name), sys.stderr)
     end_for(report.unreachable, told=False)
 
 
@@ -180,10 +183,10 @@ def collect(
     host: HostOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Save logs, records, configuration and facts of the hosts in a folder; print its path.
+    """Save logs, records and facts of the hosts in a folder.
 
-    Secrets, tokens and API keys are taken out on the hosts. Look through it before you share it.
-    Exits with 5 when a host is missing in it.
+    Prints its path. Secrets, tokens and API keys are taken out on the hosts. Look through it before
+    you share it. Exits with 5 when a host is missing in it.
     """
     from pdctl import ops
 
@@ -212,9 +215,10 @@ def exec_command(
     file: FileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
 ) -> None:
-    """Run a command in a service's directory and environment, or on a host; exit as it does.
+    """Run a command beside a service, or on a host; exit as it does.
 
-    No shell: write `sh -c '...'` for one. Its input is empty.
+    Beside: in its directory and environment. No shell: write `sh -c '...'` for one. Its input is
+    empty.
     """
     from pdctl import ops
     from pdctl.output import json_line

@@ -22,6 +22,7 @@ from pdctl.doctor_checks import (
     alike_troubles,
     edge_troubles,
     host_troubles,
+    lacks_model,
     listen_troubles,
 )
 from pdctl.doctor_network import Edge, Network, Pair, Reached, edges
@@ -32,6 +33,7 @@ from pdctl.hosts import Host
 from pdctl.plan import allocate_ports
 from pdctl.records import ServiceRecord, parse_services
 from pdctl.services import ServiceSpec
+from pdctl.sizes import counted
 from pdctl.topology import DecodeGroup, Instance, Topology
 
 TIMEOUT_S = 60.0
@@ -76,7 +78,7 @@ def diagnose(path: Path, report: Report) -> Diagnosis:
     used = t.used_hosts()
     addresses = {k: None if t.hosts[k].local else t.hosts[k].address for k in used}
     with opened(addresses) as hosts:
-        report(Event("wait", f"asking {len(used)} hosts", "hosts"))
+        report(Event("wait", f"asking {counted(len(used), 'host')}", "hosts"))
         looks = attempt_all(used, lambda k: _first_look(t, hosts[k]), undone=False)
         asked = dict(zip(used, looks, strict=True))
         lost = {k: a for k, a in asked.items() if isinstance(a, PdctlError)}
@@ -86,7 +88,7 @@ def diagnose(path: Path, report: Report) -> Diagnosis:
         found = attempt_all(list(known), lambda k: exam.view(k, known[k]), undone=False)
         views = [v for v in found if isinstance(v, View)]
         lost |= {k: v for k, v in zip(known, found, strict=True) if isinstance(v, PdctlError)}
-        return _judged(t, views, lost, _try_network(t, hosts, services, views, report))
+        return _judged(t, path, views, lost, _try_network(t, hosts, services, views, report))
 
 
 # ---- hosts ---------------------------------------------------------------------------------------
@@ -202,20 +204,25 @@ def expected_path(decode: Instance, prefill: Instance, views: Mapping[str, View]
 
 
 def _judged(
-    t: Topology, views: Sequence[View], lost: Mapping[str, PdctlError], tried: _Tried
+    t: Topology,
+    path: Path,
+    views: Sequence[View],
+    lost: Mapping[str, PdctlError],
+    tried: _Tried,
 ) -> Diagnosis:
     by_key = {v.key: v for v in views}
+    sync = preflight.sync_command(path, model=any(map(lacks_model, views)))
     troubles = [Trouble(k, _reason(k, e), e.hint) for k, e in lost.items()]
     wrong = [a for v in views if len(t.used_hosts()) > 1 and (a := address_trouble(v))]
     troubles += wrong
     for view in views:
-        troubles += host_troubles(view, wheels.runtime_code(), t)
+        troubles += host_troubles(view, wheels.runtime_code(), t, sync)
     skip = {a.where for a in wrong}
     for view in views:
         if view.key in tried.network.heard and view.key not in skip:
             troubles += listen_troubles(view, tried.network.heard[view.key])
     troubles += edge_troubles(tried.reached, tried.network.heard, skip)
-    troubles += alike_troubles(views)
+    troubles += alike_troubles(views, sync)
     ports = {s.name: s.ports["peer"] for s in tried.services if s.role == "prefill"}
     pairs = []
     for prefill, decode in _pairs(t):
@@ -229,8 +236,8 @@ def _judged(
         if prefill.host == decode.host:
             rates["shm"] = tried.copies.get(decode.host, 0.0)
         reached = None if not answers else not answers[0].error
-        path = expected_path(decode, prefill, by_key)
-        pairs.append(PairReport(prefill, decode, port, path, reached, rates))
+        taken = expected_path(decode, prefill, by_key)
+        pairs.append(PairReport(prefill, decode, port, taken, reached, rates))
     return Diagnosis(t.name, tuple(views), lost, tuple(pairs), tried.reached, tuple(troubles))
 
 

@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdctl import preflight
 from pdctl.doctor_network import HERE, Edge, Heard, Reached
+from pdctl.preflight import FREE_IT, NOT_HERE, Obstacle
 from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
-from pdctl.sizes import format_size
+from pdctl.sizes import format_size, listed
 from pdctl.topology import Host, Instance, Topology
 from pdctl.topology_schema import is_loopback
 
 SKEW_S = 0.5
 NOFILE = 1024
 DISK_BYTES = 1 << 30
-NOT_HERE = os.strerror(errno.EADDRNOTAVAIL)
 INSIDE = ("docker", "br-", "virbr", "veth", "cni", "lxcbr", "podman")
 """Interfaces that lead only to containers of their own host."""
 
@@ -34,6 +32,8 @@ class Trouble:
     what: str
     do: str = ""
     severe: bool = True
+    edge: Edge | None = None
+    """The connection that does not work, where it is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +81,25 @@ class View:
         return [p for p in self.facts["rdma"] if p["state"] == "ACTIVE" and p["gids"]]
 
 
-def host_troubles(view: View, code: str, topology: Topology) -> Iterator[Trouble]:
-    """`code`: the fingerprint of our own runtime. Addresses are judged elsewhere."""
-    for line in preflight.check_versions(view.key, view.probe, view.services, code):
-        yield _split(view.key, line)
+def lacks_model(view: View) -> bool:
+    """Not asked of this machine: what is missing here is fetched, or is said by its path."""
+    computes = any(s.role != "router" for s in view.services)
+    return computes and not view.entry.local and not view.probe["model"]
+
+
+def host_troubles(view: View, code: str, topology: Topology, sync: str) -> Iterator[Trouble]:
+    """`code`: the fingerprint of our own runtime; `sync`: the command that brings it and the model.
+    Addresses are judged elsewhere.
+    """
+    for obstacle in preflight.check_versions(view.key, view.probe, view.services, code, sync):
+        yield _trouble(obstacle)
     starting = [s for s in view.services if s.name not in view.running]
     wanted = {port for s in starting for port in s.ports.values()}
     ports = [p for p in view.probe["ports"] if p["port"] in wanted and p["error"] != NOT_HERE]
-    for line in preflight.check_host(view.key, {**view.probe, "ports": ports}, starting, ()):
-        yield _split(view.key, line)
-    computes = any(s.role != "router" for s in view.services)
-    if computes and not view.entry.local and not view.probe["model"]:
-        what = f"model {topology.model} is not there"
-        yield Trouble(view.key, what, "run `pdctl sync TOPOLOGY --model`")
+    for obstacle in preflight.check_host(view.key, {**view.probe, "ports": ports}, starting, ()):
+        yield _trouble(obstacle)
+    if lacks_model(view):
+        yield _trouble(preflight.no_model(view.key, topology.model, sync))
     yield from _limits(view, topology)
     yield from _memory(view)
     yield from _gpus(view)
@@ -103,9 +109,9 @@ def host_troubles(view: View, code: str, topology: Topology) -> Iterator[Trouble
         yield Trouble(view.key, what, "run an NTP client there (chrony)", severe=False)
 
 
-def _split(key: str, line: str) -> Trouble:
-    what, _, do = line.removeprefix(f"{key}: ").partition(": run `")
-    return Trouble(key, what, f"run `{do}" if do else "")
+def _trouble(obstacle: Obstacle) -> Trouble:
+    do = obstacle.do or (FREE_IT if obstacle.taken else "")
+    return Trouble(obstacle.host, obstacle.what, do)
 
 
 def _limits(view: View, topology: Topology) -> Iterator[Trouble]:
@@ -130,7 +136,7 @@ def _memory(view: View) -> Iterator[Trouble]:
     coming = [i for i in view.instances if i.name not in view.running and not i.group.devices]
     wanted, free = sum(i.group.kv_cache for i in coming), int(view.facts["memory_free"])
     if wanted > free:
-        names = " and ".join(i.name for i in coming)
+        names = listed([i.name for i in coming])
         what = f"{names}: kv_cache takes {format_size(wanted)} of memory and the model more"
         yield Trouble(view.key, f"{what}, {format_size(free)} are free", "give them less")
 
@@ -239,12 +245,12 @@ def edge_troubles(
         severe = edge.source != HERE or edge.service == "router"
         if answer.error:
             do = f"open port {edge.port} on {edge.target} for it, or correct `advertise:`"
-            yield Trouble(where, what + answer.error, do, severe)
+            yield Trouble(where, what + answer.error, do, severe, edge)
         elif answer.name and answer.name != edge.target:
             do = f"correct `advertise:` of {edge.target}"
-            yield Trouble(where, f"{what}{answer.name} answers there", do, severe)
+            yield Trouble(where, f"{what}{answer.name} answers there", do, severe, edge)
 
 
-def alike_troubles(views: Sequence[View]) -> Iterator[Trouble]:
+def alike_troubles(views: Sequence[View], sync: str) -> Iterator[Trouble]:
     for note in preflight.differing_versions({v.key: v.versions for v in views}):
-        yield Trouble("all hosts", note, "run `pdctl sync` for all of them", severe=False)
+        yield Trouble("all hosts", note, f"run `{sync}`", severe=False)

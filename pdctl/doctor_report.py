@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pdctl.doctor import Diagnosis, PairReport
@@ -24,13 +25,28 @@ def doctor_text(found: Diagnosis, screen: Screen) -> str:
     parts = [table(_HOSTS, rows, screen)]
     if found.pairs:
         parts.append(table(_PAIRS, [_pair(p, screen) for p in found.pairs], screen))
-    works = sum(not r.error for r in found.reached.values())
-    tried = f"{works} of {len(found.reached)} connections work"
-    summary = [f"{found.name}: {tried if found.reached else 'no connection could be tried'}"]
+    summary = [f"{found.name}: {_tried(found)}", *_failed(found)]
     summary += [_trouble(t, screen) for t in found.troubles]
     if not found.troubles:
         summary.append(f"{screen.paint(screen.symbol('ok'), 'good')} nothing is in the way of `up`")
     return "\n\n".join([*parts, "\n".join(summary)])
+
+
+def _tried(found: Diagnosis) -> str:
+    if not found.reached:
+        return "no connection could be tried"
+    works = sum(not r.error for r in found.reached.values())
+    pairs = ", the pairs above among them" if found.pairs else ""
+    return f"{works} of {len(found.reached)} connections work (clients, router, instances{pairs})"
+
+
+def _failed(found: Diagnosis) -> Iterator[str]:
+    """Connections that do not work only because of a trouble that is named."""
+    named = {t.edge for t in found.troubles}
+    for edge, answer in found.reached.items():
+        if answer.error and edge not in named:
+            where = f"{edge.source or 'this machine'} -> {edge.target} port {edge.port}"
+            yield f"    failed: {where} ({edge.service}): {answer.error}"
 
 
 def _host(view: View, screen: Screen) -> Row:

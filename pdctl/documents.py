@@ -13,8 +13,9 @@ from pdctl.audit import AuditReport
 from pdctl.logs import LogLine
 from pdctl.output import HUES, Cell, Screen, Style, duration, table
 from pdctl.plan import Plan, Step, StepKind
+from pdctl.scaling import to_record
 from pdctl.shim.redact import HIDDEN, environment
-from pdctl.sizes import format_size
+from pdctl.sizes import counted, exact_size, format_size
 from pdctl.status import BufferStatus, DeploymentStatus, Health, ServiceStatus
 from pdctl.topology import LoadedTopology
 
@@ -29,17 +30,16 @@ _STYLES: dict[StepKind, Style] = {
 
 
 def validate_document(loaded: LoadedTopology) -> dict[str, Any]:
-    """The topology with every default filled in, and the instances it leads to."""
+    """The topology with every default filled in, valid wherever it is put, and its instances."""
     topology = loaded.topology
-    content = topology.model_dump(mode="json")
+    content = to_record(topology, loaded.path.resolve().parent)
     for role in ("prefill", "decode", "mixed"):
         for group in content[role]:
             group["env"] = environment(group["env"])
-            group["secrets"] = dict.fromkeys(group["secrets"], HIDDEN)
             group["host"] = group["host"] or next(iter(topology.hosts))
             for key in _SIZES:
                 if key in group:
-                    group[key] = format_size(group[key])
+                    group[key] = exact_size(group[key])
     content["router"]["host"] = topology.host_of(topology.router)
     return {
         "schema": "pdctl.validate/1",
@@ -160,7 +160,8 @@ def status_text(found: DeploymentStatus, screen: Screen) -> str:
     notes += [f"{lock.host}: locked by {lock.text}" for lock in found.locks]
     lost = [*found.unreachable.values()]
     if lost:
-        lost.append(f"{found.hosts_ok} hosts ok, {len(lost)} failed: what runs there is not known")
+        ok = counted(found.hosts_ok, "host")
+        lost.append(f"{ok} ok, {len(lost)} failed: what runs there is not known")
     return "\n".join([*parts, *notes, *lost])
 
 

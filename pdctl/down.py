@@ -7,7 +7,6 @@ after anything was killed. Idempotent.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pdctl import state
 from pdctl.agent import shim_call
 from pdctl.errors import PdctlError
 from pdctl.events import Event, Report
-from pdctl.find import ANYWHERE, Found, Where, deployments, located, told, whereabouts
+from pdctl.find import ANYWHERE, Found, Where, located, told, unheard, whereabouts
 from pdctl.fleet import Fleet, Names, on_all
 from pdctl.hold import changed_meanwhile, locked
 from pdctl.hosts import Host
@@ -157,7 +156,7 @@ def _down(
                 fleet.observe()
         lost = {host: str(e) for host, e in fleet.lost.items()}
         if not heard and not lost:
-            notes.append(_unheard(known.name))
+            notes.append(unheard(known.name))
         seconds = time.monotonic() - begun
         result = DownResult(known.name, tuple(services), tuple(notes), lost, hosts_ok, seconds)
         if result.ok and names[-1] is None:
@@ -177,13 +176,6 @@ def _heard_of(fleet: Fleet) -> bool:
     """Whether something of this name ever ran there: its audit outlives it."""
     ask = {"lines": 1}
     return any(answer["audit"] for _, answer in fleet.on_sessions(lambda s: s.call("audit", ask)))
-
-
-def _unheard(name: str) -> str:
-    """For a typo. No failure: a script may take down what it could not even start."""
-    close = difflib.get_close_matches(name, deployments(), n=1)
-    guess = f"; did you mean {close[0]}?" if close else ""
-    return f"no deployment {name} has ever run here{guess}"
 
 
 @contextlib.contextmanager

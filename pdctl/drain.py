@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pdctl.batches import serve
 from pdctl.draining import Drain
 from pdctl.errors import PdctlError, UsageError
 from pdctl.events import Event, Report
@@ -80,7 +81,7 @@ def drain(
             else:
                 until_finished.enter_context(drained.held(report))
         if not options.undo:
-            warn_if_alone(running, spec, report)
+            warn_if_last(drained, report)
             seconds = options.timeout_s if options.timeout_s is not None else known.drain_timeout_s
             left = drained.wait(seconds, report).get(service, "")
     seconds = time.monotonic() - begun
@@ -108,7 +109,15 @@ def _instance(running: Iterable[ServiceSpec], name: str, deployment: str) -> Ser
     raise UsageError(f"{deployment} has no running instance {name}", hint=there)
 
 
-def warn_if_alone(running: Iterable[ServiceSpec], spec: ServiceSpec, report: Report) -> None:
-    others = {s.role for s in running if s.name != spec.name}
-    if not ({spec.role, "mixed"} & others or (spec.role == "mixed" and "decode" in others)):
-        report(Event("note", f"{spec.name} is the only one: new requests get 503 until it is back"))
+def warn_if_last(drain: Drain, report: Report) -> None:
+    """Says so when what is drained now was needed for any answer."""
+    view = drain.router.view() or {}
+    names = [s.name for s in drain.leaving]
+    before = [
+        s
+        for s in drain.running
+        if s.name in names or s.name not in view or view[s.name].state != "draining"
+    ]
+    if serve(before) and not serve(s for s in before if s.name not in names):
+        what = f"nothing is served from now on: new requests get 503 until {names[0]} is back"
+        report(Event("note", what))

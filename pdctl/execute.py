@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pdctl.agent import answered, open_shim, request_text
-from pdctl.errors import HostCommandError, UsageError
+from pdctl.errors import HostCommandError, HostUnreachable, UsageError
 from pdctl.find import ANYWHERE, HERE, Where, located, whereabouts
 from pdctl.fleet import opened, raise_failures
 from pdctl.hosts import Host
@@ -53,8 +53,14 @@ def on_host(host: str, command: Command, output: OnOutput, where: Where = ANYWHE
     with contextlib.suppress(UsageError):  # an address needs no deployment
         known = whereabouts(None, where).hosts
     address = known.get(host, None if host in HERE else host)
-    with opened({host: address}) as hosts:
-        return _run(hosts[host], {}, command, output)
+    try:
+        with opened({host: address}) as hosts:
+            return _run(hosts[host], {}, command, output)
+    except HostUnreachable as e:
+        if host in known or not known:
+            raise
+        hint = f"if you mean one of the deployment's hosts: {', '.join(known)}"
+        raise HostUnreachable(str(e), host=e.host, hint=hint) from e
 
 
 def _run(host: Host, payload: dict[str, Any], command: Command, output: OnOutput) -> int:

@@ -7,6 +7,7 @@ reads. What cannot be reached is part of the answer.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -127,6 +128,13 @@ def deployments() -> tuple[str, ...]:
     here = {r.deployment for r in look([LocalHost()], None)}
     known = (state.recall(name) for name in state.names())
     return tuple(sorted(here | {k.name for k in known if k and any(k.hosts.values())}))
+
+
+def unheard(name: str) -> str:
+    """For a typo. No failure: a script may take down what it could not even start."""
+    close = difflib.get_close_matches(name, deployments(), n=1)
+    guess = f"; did you mean {close[0]}?" if close else ""
+    return f"no deployment {name} has ever run here{guess}"
 
 
 def resolve_name(name: str | None, *, gone: bool = False) -> str:
@@ -276,11 +284,15 @@ def _no_address(key: str, machine: str) -> HostUnreachable:
 
 
 def _settle(found: Found, where: Where) -> None:
-    """Take the latest word on the deployment, and remember it here."""
+    """Take the latest word on the deployment, and remember it here.
+
+    What its hosts say is the truth, whatever the clocks of those who told them; what is remembered
+    here counts where none of them says anything.
+    """
     cached = state.recall(found.name)
     said = [known for known, _ in told(found.answers.values(), found.name)]
     heard = [*([cached] if cached else []), *said]
-    latest = max([*heard, found.known], key=lambda known: known.at)
+    latest = max(said or [*heard, found.known], key=lambda known: known.at)
     if where.file is not None:
         # The file is what the user looks at; how it was scaled is not in it.
         last = max(heard, key=lambda known: known.at, default=KnownDeployment(found.name, ""))

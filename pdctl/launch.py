@@ -21,6 +21,7 @@ from pdctl.health import POLL_S, SLOW_POLL_S, Watcher, living, wait_ready
 from pdctl.plan import Plan, Step, stop_order
 from pdctl.routing import RouterClient, unseen
 from pdctl.services import ServiceSpec
+from pdctl.sizes import listed
 
 LOG_LINES = 20
 UNDO_GRACE_S = 10.0
@@ -323,7 +324,7 @@ class Launch:
         if not undone:
             return
         rest = f"`pdctl down {self.fleet.deployment}` ends what is left"
-        self.report(Event("rollback", f"stopping what this run started: {', '.join(undone)}"))
+        self.report(Event("rollback", f"stopping what this run started: {listed(undone)}"))
         self.fleet.tolerate()
         try:
             reports = self.fleet.stop(undone, UNDO_GRACE_S)

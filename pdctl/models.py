@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from pdctl import weights, wheelfile
 from pdctl.errors import ModelNotFound
+from pdctl.sizes import format_size
 from pdctl.wheelfile import Progress, WheelFile
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -130,6 +131,15 @@ def look(model: str, base_dir: Path) -> list[str]:
     if _local_path(model, base_dir).exists() or not _is_hub_id(model):
         resolve(model, base_dir)
     return []
+
+
+def place(model: str, base_dir: Path) -> Path | None:
+    """Where the model is on this machine, without network; None when it is not, or in the hub."""
+    if (known := KNOWN.get(model)) is not None:
+        folder = cache_dir() / model
+        return known.file.place(folder) if wheelfile.have(known.file, folder) else None
+    path = _local_path(model, base_dir)
+    return path if path.exists() else None
 
 
 def _local(model: str, path: Path) -> ResolvedModel:
@@ -269,7 +279,7 @@ class StderrProgress:
         if now < self._next:
             return
         self._next = now + (0.2 if self._tty else 5.0)
-        text = f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB"
+        text = f"{what}: {format_size(done)} of {format_size(total)}"
         if self._tty:
             self._open = True
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

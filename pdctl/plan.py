@@ -7,6 +7,7 @@ Knows no files, no SSH, no clock.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -73,16 +74,24 @@ class Plan:
 
 
 def make_plan(
-    deployment: str, wanted: Sequence[ServiceSpec], observed: Iterable[ObservedService]
+    deployment: str,
+    wanted: Sequence[ServiceSpec],
+    observed: Iterable[ObservedService],
+    scaled: Collection[str] = (),
 ) -> Plan:
     """Steps from what is to what should be. Two equal calls give equal plans.
 
-    A service that moved to another host is removed there and started here.
+    A service that moved to another host is removed there and started here. `scaled`: roles of which
+    a number was asked for; an instance of one that is not wanted any more is no orphan.
     """
     found = {(o.host, o.name): o for o in observed}
     steps = [_step(service, found.pop((service.host, service.name), None)) for service in wanted]
-    orphans = [_removal(deployment, found[key]) for key in sorted(found)]
-    return Plan(deployment, (*orphans, *steps))
+    names = {service.name for service in wanted}
+    removals = [
+        _removal(deployment, found[key], scaled=key[1] not in names and _role(found[key]) in scaled)
+        for key in sorted(found)
+    ]
+    return Plan(deployment, (*removals, *steps))
 
 
 def stop_order(services: Iterable[ServiceSpec]) -> tuple[tuple[ServiceSpec, ...], ...]:
@@ -142,16 +151,16 @@ def _step(service: ServiceSpec, now: ObservedService | None) -> Step:
     return Step("replace", service, f"changed: {', '.join(changed)}", now.spec, running=True)
 
 
-def _removal(deployment: str, now: ObservedService) -> Step:
+def _role(service: ObservedService) -> str:
+    """By its name, which is there when the record cannot be read."""
+    return service.name.partition("-")[0]
+
+
+def _removal(deployment: str, now: ObservedService, *, scaled: bool) -> Step:
     # The role of an unreadable record is not known, and does not matter for stopping it.
     service = now.spec or ServiceSpec(deployment, now.name, "mixed", now.host, argv=())
-    return Step(
-        "remove",
-        service,
-        "orphan: not in the topology" if now.alive else "orphan: left over, not running",
-        now.spec,
-        running=now.alive,
-    )
+    reason = "orphan: not in the topology" if now.alive else "orphan: left over, not running"
+    return Step("remove", service, "scaled down" if scaled else reason, now.spec, running=now.alive)
 
 
 def _differences(old: ServiceSpec | None, new: ServiceSpec) -> list[str]:
@@ -162,8 +171,8 @@ def _differences(old: ServiceSpec | None, new: ServiceSpec) -> list[str]:
     names = [key for key in after if key != "files" and before[key] != after[key]]
     for file in sorted(old.files.keys() | new.files.keys()):
         names += _file_differences(file, old.files.get(file, ""), new.files.get(file, ""))
-    # Most config values show up as fields of the spec too; once is enough.
-    return list(dict.fromkeys(names))
+    # By the topology's keys. Most config values show up as fields of the spec too; once is enough.
+    return list(dict.fromkeys(re.sub("_(bytes|s)$", "", name) for name in names))
 
 
 def _file_differences(name: str, old: str, new: str) -> list[str]:

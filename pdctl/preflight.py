@@ -5,10 +5,14 @@ Pure but for reading our own environment; the facts come from each host's shim (
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pdctl import __version__
@@ -17,11 +21,32 @@ from pdctl.records import ServiceRecord
 from pdctl.services import ServiceSpec
 from pdctl.shim.rotated import digest
 from pdctl.shim.synced import CODE
-from pdctl.sizes import format_size
+from pdctl.sizes import format_size, listed
 from pdctl.topology import Host as HostEntry
 
 UNSYNCED_PYTHON = f"{CODE}/current/venv/bin/python"
 """Below a host's base; named for a host on which nothing was synced yet."""
+NOT_HERE = os.strerror(errno.EADDRNOTAVAIL)
+FREE_IT = "free what is taken, or change the topology"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """What keeps services from running on a host."""
+
+    host: str
+    what: str
+    do: str = ""
+    taken: bool = False
+    """Something else has what they need: FREE_IT is what to do."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.what}" + (f": {self.do}" if self.do else "")
+
+
+def sync_command(path: Path, *, model: bool) -> str:
+    """What brings a host all that it lacks."""
+    return f"pdctl sync {shlex.quote(str(path))}" + (" --model" if model else "")
 
 
 def secret_values(services: Iterable[ServiceSpec]) -> dict[str, str]:
@@ -80,55 +105,66 @@ def check_host(
     facts: Mapping[str, Any],
     starting: Sequence[ServiceSpec],
     leaving: Sequence[ServiceRecord],
-) -> list[str]:
+) -> list[Obstacle]:
     """What keeps `starting` from running there. What `leaving` holds now counts as free."""
-    problems = [f"{host}: {facts['unwritable']}"] if facts["unwritable"] else []
-    problems += [f"{host}: {p} does not exist" for p in facts["missing"]]
-    problems += [f"{host}: {p} cannot be read" for p in facts["unreadable"]]
+    found = [Obstacle(host, facts["unwritable"])] if facts["unwritable"] else []
+    found += [Obstacle(host, f"{p} does not exist") for p in facts["missing"]]
+    found += [Obstacle(host, f"{p} cannot be read") for p in facts["unreadable"]]
     if facts["systemd"]:
-        problems.append(f"{host}: supervisor: systemd: {facts['systemd']}")
+        found.append(Obstacle(host, f"supervisor: systemd: {facts['systemd']}"))
     # Of the services to start, strays of an earlier life may hold a port: the start sweeps them.
     gone = {f"{s.deployment}/{s.name}" for s in starting}
     gone |= {f"{r.deployment}/{r.name}" for r in leaving}
     owners = {port: s.name for s in starting for port in s.ports.values()}
     for port in facts["ports"]:
         if not port["free"] and port.get("service") not in gone:
-            problems.append(f"{host}: {owners[port['port']]}: {describe_port(port)}")
+            what = f"{owners[port['port']]}: {describe_port(port)}"
+            found.append(Obstacle(host, what, taken="pid" in port))
     wanted = sum(s.cpu_buffer_bytes for s in starting)
     freed = sum(r.spec.cpu_buffer_bytes for r in leaving if r.spec and r.alive)
     room = facts["shm"]["free"] + freed
     if wanted > room:
-        who = ", ".join(s.name for s in starting if s.cpu_buffer_bytes)
-        problems.append(
-            f"{host}: {who}: cpu_buffer needs {format_size(wanted)} of shared memory, "
+        who = listed([s.name for s in starting if s.cpu_buffer_bytes])
+        what = (
+            f"{who}: cpu_buffer needs {format_size(wanted)} of shared memory, "
             f"/dev/shm has {format_size(room)} free of {format_size(facts['shm']['total'])}"
         )
-    return problems
+        found.append(Obstacle(host, what, taken=True))
+    return found
+
+
+def no_model(host: str, model: str, sync: str) -> Obstacle:
+    return Obstacle(host, f"model {model} is not there", f"run `{sync}`")
 
 
 def check_versions(
-    host: str, facts: Mapping[str, Any], starting: Sequence[ServiceSpec], code: str
-) -> list[str]:
-    """What is wrong with the interpreters there; `code` is the fingerprint of our own runtime."""
+    host: str, facts: Mapping[str, Any], starting: Sequence[ServiceSpec], code: str, sync: str
+) -> list[Obstacle]:
+    """What is wrong with the interpreters there; `code` is the fingerprint of our own runtime,
+    `sync` the command that brings it.
+    """
     compute = {s.argv[0] for s in starting if s.role != "router"}
-    problems = []
+    obstacles = []
     for python, found in facts["versions"].items():
         synced = f"/{CODE}/" in python
-        own = f"install pdctl {__version__} for it, or leave out `python:` and run `pdctl sync`"
-        fix = "run `pdctl sync`" if synced else own
+        own = f"install pdctl {__version__} for it, or leave out `python:` and run `{sync}`"
+        fix = f"run `{sync}`" if synced else own
         ours = f"{__version__} (code {code})"
+        what = ""
         if found.get("error") == "does not exist" and synced:
-            problems.append(f"{host}: has no runtime yet, this pdctl is {ours}: {fix}")
+            what = f"has no runtime yet, this pdctl is {ours}"
         elif "error" in found:
-            problems.append(f"{host}: {python} {found['error']}: {fix}")
+            what = f"{python} {found['error']}"
         elif not found["code"]:
-            problems.append(f"{host}: {python} has no runtime, this pdctl is {ours}: {fix}")
+            what = f"{python} has no runtime, this pdctl is {ours}"
         elif found["code"] != code:
             theirs = f"{found['runtime'] or 'unknown'} (code {found['code']})"
-            problems.append(f"{host}: its runtime is {theirs}, this pdctl is {ours}: {fix}")
+            what = f"its runtime is {theirs}, this pdctl is {ours}"
         elif python in compute and found["native"]:
-            problems.append(f"{host}: runtime._native cannot be loaded ({found['native']}): {fix}")
-    return problems
+            what = f"runtime._native cannot be loaded ({found['native']})"
+        if what:
+            obstacles.append(Obstacle(host, what, fix))
+    return obstacles
 
 
 def differing_versions(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -152,12 +188,14 @@ def describe_port(port: Mapping[str, Any]) -> str:
         return f"{where} is used by pdctl's {port['service']} (pid {port['pid']})"
     if "pid" in port:
         return f"{where} is taken by pid {port['pid']} ({port['command']}, user {port['user']})"
+    if port["error"] == NOT_HERE:
+        return f"{where}: the host does not have this address"
     return f"{where}: {port['error']}"
 
 
-def raise_problems(problems: Sequence[str]) -> None:
-    if problems:
-        raise PdctlError(
-            "\n".join(problems),
-            hint="nothing was started; free what is taken, or change the topology",
-        )
+def raise_obstacles(obstacles: Sequence[Obstacle], path: Path) -> None:
+    """`path`: the topology."""
+    if obstacles:
+        more = f"`pdctl doctor {shlex.quote(str(path))}` says more"
+        do = FREE_IT if any(o.taken for o in obstacles) else more
+        raise PdctlError("\n".join(map(str, obstacles)), hint=f"nothing was started; {do}")

@@ -6,8 +6,8 @@ Works from the records on the hosts alone. What is restarted keeps its files, to
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdctl.batches import batches, remarks
@@ -35,6 +35,8 @@ class RestartOptions:
     timeout_s: float | None = None
     """How long running requests may go on; None: the topology's drain_timeout."""
     wait_timeout_s: float = READY_S
+    approve: Callable[[Plan], None] = lambda _: None
+    """Sees the plan when nothing would be served for a while. Raises PdctlError to stop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,10 @@ def restart(
         records = fleet.records
         chosen = _chosen(records, options, known.name)
         plan = Plan(known.name, tuple(_step(r, chosen) for r in records if r.spec or r.alive))
+        if notes := remarks(plan, rolling=options.rolling):
+            report(Event("phase", ""))  # it may ask
+            options.approve(replace(plan, notes=notes))
         view = _view(fleet, plan)
-        for text in remarks(plan, rolling=options.rolling):
-            report(Event("note", text))
         serving = {n for n, r in (view or {}).items() if r.serves} | {"router"}
         report(Event("phase", "changing what runs"))
         launch = Launch(fleet, plan, {}, report, awaited=frozenset(serving if view else ()))

@@ -12,6 +12,7 @@ from typing import Any
 from pdctl.errors import PdctlError
 from pdctl.health import get_json, post_json
 from pdctl.services import ServiceSpec
+from pdctl.sizes import counted
 
 View = Mapping[str, "Routed"]
 """Instances by name, as the router sees them."""
@@ -121,4 +122,4 @@ def owed(service: ServiceSpec, view: View, running: Iterable[ServiceSpec]) -> st
 
 
 def _requests(count: int) -> str:
-    return f"{count} request{'s' if count != 1 else ''}" if count else ""
+    return counted(count, "request") if count else ""

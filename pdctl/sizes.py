@@ -1,8 +1,9 @@
-"""Byte sizes as people write them: `512MiB`, `2GB`, `1.5GiB`, `65536`. Pure."""
+"""Byte sizes as people write them: `512MiB`, `2GB`, `1.5GiB`, `65536`; and counts. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 _UNITS = {"b": 1}
@@ -12,6 +13,8 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 _LIMIT = 1 << 50
+_MANY = 8
+"""Names in one line."""
 
 
 def parse_size(value: int | str) -> int:
@@ -38,6 +41,26 @@ def format_size(nbytes: int) -> str:
             exact = nbytes % scale == 0
             return f"{nbytes // scale}{unit}" if exact else f"{nbytes / scale:.1f}{unit}"
     return f"{nbytes}B"
+
+
+def exact_size(nbytes: int) -> str:
+    """The shortest form that `parse_size` reads back as the same number: 1572864 -> 1536KiB."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes % _UNITS[unit.lower()] == 0:
+            return f"{nbytes // _UNITS[unit.lower()]}{unit}"
+    return f"{nbytes}B"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def listed(names: Sequence[str]) -> str:
+    """All of a few; of many, the first ones and how many more: `a, b, c and 95 more`."""
+    if len(names) <= _MANY:
+        return ", ".join(names)
+    return f"{', '.join(names[: _MANY - 2])} and {len(names) - _MANY + 2} more"
 
 
 def _suggest(number: str, unit: str) -> str:

@@ -46,7 +46,8 @@ class KnownDeployment:
             hosts = {str(k): None if a is None else str(a) for k, a in known.hosts.items()}
             pairs = tuple((str(host), str(name)) for host, name in known.services)
             replicas = {str(role): int(n) for role, n in known.replicas.items()}
-            return replace(known, hosts=hosts, services=pairs, replicas=replicas)
+            at = float(known.at)
+            return replace(known, at=at, hosts=hosts, services=pairs, replicas=replicas)
         except (TypeError, ValueError, AttributeError):
             return None
 

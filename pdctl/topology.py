@@ -13,8 +13,16 @@ from typing import Any
 
 import pydantic
 
-from pdctl.errors import Problem, TopologyError
-from pdctl.topology_checks import Broken, Finding, contact_address, findings, listen_address
+from pdctl import models, weights
+from pdctl.errors import ModelNotFound, Problem, TopologyError
+from pdctl.topology_checks import (
+    Broken,
+    Finding,
+    contact_address,
+    findings,
+    listen_address,
+    model_findings,
+)
 from pdctl.topology_checks import warnings as _warnings
 from pdctl.topology_schema import (
     ROLES,
@@ -86,8 +94,10 @@ class LoadedTopology:
     warnings: tuple[str, ...]
 
 
-def load(path: Path) -> LoadedTopology:
-    """Read and check a topology file. Raises TopologyError with every problem."""
+def load(path: Path, *, model: bool = False) -> LoadedTopology:
+    """Read and check a topology file. Raises TopologyError with every problem. `model`: also those
+    of the model, when an instance is to run on this machine.
+    """
     document = parse(_read(path))
     problems = [Problem(str(path), line, dotted(p), *text) for line, p, *text in document.problems]
     if document.data is None and not problems:
@@ -99,12 +109,16 @@ def load(path: Path) -> LoadedTopology:
     topology, found = _validate(document.data)
     if topology is not None:
         found = found + _missing_model(topology, path.parent)
+    to_do: list[str] = []
+    if topology is not None and model and not any(f.path[:1] in _ABOUT_MODEL for f in found):
+        more, to_do = _model_here(topology, path.resolve().parent)
+        found = found + more
     unread = {p for _, p, *_ in document.problems if p}
     problems += [_problem(path, document, f) for f in found if f.path not in unread]
     if problems or topology is None:
         raise TopologyError(problems)
     noted = tuple(str(_problem(path, document, f)) for f in _warnings(topology))
-    return LoadedTopology(topology, path, noted)
+    return LoadedTopology(topology, path, (*noted, *to_do))
 
 
 def _read(path: Path) -> str:
@@ -148,6 +162,25 @@ def _missing_model(topology: Topology, folder: Path) -> list[Finding]:
         return []
     right = "give a .gguf file or a model folder; relative paths count from the topology file"
     return [Finding(("model",), f"{target} does not exist", right)]
+
+
+_ABOUT_MODEL = (("model",), ("hosts",))
+"""Without these it is not known which model, and where."""
+
+
+def _model_here(topology: Topology, folder: Path) -> tuple[list[Finding], list[str]]:
+    """What is wrong with the model on this machine, and what is still to be done about it."""
+    groups = (group for some in topology.groups().values() for group in some)
+    keys = {topology.host_of(group) for group in groups}
+    if not any(topology.hosts[key].local for key in keys if key in topology.hosts):
+        return [], []
+    try:
+        to_do = models.look(topology.model, folder)
+    except ModelNotFound as e:
+        return [Finding(("model",), str(e).removeprefix("model "), e.hint)], []
+    place = models.place(topology.model, folder)
+    shape = weights.shape(place) if place is not None else None
+    return (list(model_findings(topology, shape)) if shape is not None else []), to_do
 
 
 # ---- schema --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pdctl.sizes import counted, exact_size
 from pdctl.topology_schema import (
     ROLES,
     DecodeGroup,
@@ -20,6 +21,7 @@ from pdctl.topology_schema import (
     is_loopback,
     is_wildcard,
 )
+from pdctl.weights import Shape
 from pdctl.yaml_marks import Path
 
 DOCKER_BRIDGE = "172.17.0.1"
@@ -82,6 +84,41 @@ def contact_address(topology: Topology, host: str, bind: str | None = None) -> s
     if not is_wildcard(bound):
         return bound
     return "::1" if ":" in bound else "127.0.0.1"
+
+
+def model_findings(topology: Topology, shape: Shape) -> Iterator[Finding]:
+    """What its runtime would refuse. The rules are the runtime's; a test holds these to them."""
+    for path, group in _listed(topology):
+        if group.tp_size not in (allowed := tp_sizes(shape)):
+            what = (
+                f"{group.tp_size} does not split this model of {shape.heads} attention heads, "
+                f"{shape.kv_heads} KV heads and {shape.intermediate} MLP columns evenly"
+            )
+            yield Finding((*path, "tp_size"), what, f"use one of {', '.join(map(str, allowed))}")
+        elif group.kv_cache < 2 * (block := _block_bytes(topology, group, shape)):
+            count = counted(group.kv_cache // block, "block")
+            what = f"{exact_size(group.kv_cache)} holds {count} of {block:,} bytes"
+            right = f"at least 2 are needed: {exact_size(2 * block)} or more"
+            yield Finding((*path, "kv_cache"), what, right)
+
+
+def tp_sizes(shape: Shape) -> list[int]:
+    """Every tp_size that splits the model evenly."""
+    return [
+        size
+        for size in range(1, shape.heads + 1)
+        if shape.heads % size == 0
+        and shape.intermediate % size == 0
+        and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
+    ]
+
+
+def _block_bytes(topology: Topology, group: Group, shape: Shape) -> int:
+    """One block of all ranks together; beyond as many ranks as KV heads, each has a whole one."""
+    auto = "bfloat16" if group.devices else "float32"
+    number = {"float32": 4, "bfloat16": 2}[auto if topology.dtype == "auto" else topology.dtype]
+    heads = max(shape.kv_heads, group.tp_size)
+    return shape.layers * 2 * heads * group.block_size * shape.head_dim * number
 
 
 def _listed(topology: Topology) -> Iterator[tuple[Path, Group]]:

@@ -146,12 +146,12 @@ def _busy(probes: Mapping[str, Mapping[str, Any]]) -> dict[str, set[int]]:
 
 
 def _with_scale(plan: Plan, wanted: Wanted, said: state.KnownDeployment | None) -> Plan:
-    """Says what becomes of the numbers that `pdctl scale` had set."""
+    """Says which numbers that `pdctl scale` had set are lost; not of those that it sets now."""
     now = {role: count_of(wanted.topology, role) for role in topology.ROLES}
     lost = [
         f"`pdctl scale` had set {role}={count}; now it is {now[role]}"
         for role, count in (said.replicas if said else {}).items()
-        if role in now and now[role] != count
+        if role in now and role not in wanted.known.replicas and now[role] != count
     ]
     return replace(plan, notes=(*lost, *plan.notes))
 
@@ -171,7 +171,7 @@ def _plan(
     observed = [_observed(r, hosts, probes) for r in records]
     busy = {k: taken[h.name] for k, h in hosts.items() if h.name in taken}
     services = command.services(t, allocate_ports(t, observed, busy), facts)
-    plan = make_plan(t.name, services, observed)
+    plan = make_plan(t.name, services, observed, wanted.known.replicas)
     return replace(plan, notes=remarks(plan))
 
 
@@ -212,17 +212,23 @@ def check_hosts(
             request["paths"] = [str(wanted.model.path)]
         return session.call("probe", request)
 
-    problems: list[str] = []
+    probes = list(zip(fleet.on_sessions(probed), fleet.sessions, strict=True))
+    without_model = {
+        name
+        for (name, facts), session in probes
+        if any(s.role != "router" and s.host in keys[name] for s in starting)
+        and not _model_path(wanted, session.host, facts)
+    }
+    sync = preflight.sync_command(wanted.path, model=bool(without_model))
+    obstacles: list[preflight.Obstacle] = []
     versions: dict[str, Mapping[str, Any]] = {}
-    for (name, facts), session in zip(fleet.on_sessions(probed), fleet.sessions, strict=True):
+    for (name, facts), _ in probes:
         here = [s for s in starting if s.host in keys[name]]
-        computes = any(s.role != "router" for s in here)
-        if computes and not _model_path(wanted, session.host, facts):
-            fix = f"run `pdctl sync {wanted.path} --model`"
-            problems.append(f"{name}: model {wanted.topology.model} is not there: {fix}")
+        if name in without_model:
+            obstacles.append(preflight.no_model(name, wanted.topology.model, sync))
         leaving = [r for r in records if r.host in keys[name] and r.name in ending]
-        problems += preflight.check_versions(name, facts, here, wheels.runtime_code())
-        problems += preflight.check_host(name, facts, here, leaving)
+        obstacles += preflight.check_versions(name, facts, here, wheels.runtime_code(), sync)
+        obstacles += preflight.check_host(name, facts, here, leaving)
         versions.update((name, v) for v in facts["versions"].values())
-    preflight.raise_problems(problems)
+    preflight.raise_obstacles(obstacles, wanted.path)
     return preflight.differing_versions(versions)

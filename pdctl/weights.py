@@ -1,7 +1,7 @@
 """Whether a file of weights can be whole, by its own header: before anything loads it for minutes.
 
 Reads headers only, no weights, and needs no torch. What a runtime can do with the model is not
-judged here.
+judged here; `shape` says what it goes by.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import mmap
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 _MAGIC = b"GGUF"
 _HEAD = struct.Struct("<4sIQQ")
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
+_WHOLE = (4, 5)
+"""Whole numbers of 32 bits."""
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _ALIGNMENT = "general.alignment"
 _BLOCKS = {
@@ -53,6 +57,73 @@ def fault(path: Path) -> str:
     if promised > size:
         return f"is truncated: its header promises {promised:,} bytes, the file has {size:,}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a model, as far as it decides what may be asked of its runtime."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+
+def shape(model: Path) -> Shape | None:
+    """Of a .gguf file or a model folder; None where its header does not say it: its runtime will
+    tell why.
+    """
+    try:
+        if model.is_dir():
+            config = json.loads((model / "config.json").read_bytes())
+            return _shape(_HF_KEYS, config.get)
+        with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found = _gguf_values(data)
+        kind = found.get("general.architecture", b"")
+        assert isinstance(kind, bytes)
+        return _shape(_GGUF_KEYS, lambda key: found.get(f"{kind.decode()}.{key}"))
+    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+_HF_KEYS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_size", "intermediate_size"),
+)
+_GGUF_KEYS = (
+    *("block_count", "attention.head_count", "attention.head_count_kv"),
+    *("attention.key_length", "embedding_length", "feed_forward_length"),
+)
+
+
+def _shape(keys: tuple[str, ...], read: Callable[[str], object]) -> Shape | None:
+    """What is left out has the runtime's default."""
+    layers, heads, kv_heads, head_dim, hidden, intermediate = map(read, keys)
+    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+        return None
+    kv_heads = heads if kv_heads is None else kv_heads
+    head_dim = hidden // heads if head_dim is None else head_dim
+    numbers = (layers, heads, kv_heads, head_dim, intermediate)
+    whole = [n for n in numbers if isinstance(n, int) and n > 0]
+    return Shape(*whole) if len(whole) == len(numbers) else None
+
+
+def _gguf_values(data: mmap.mmap) -> dict[str, int | bytes]:
+    """Texts and 32-bit numbers of its metadata, by key."""
+    magic, version, _, values = _HEAD.unpack_from(data)
+    if magic != _MAGIC or version not in (2, 3):
+        return {}
+    cursor, found = _Cursor(data), dict[str, int | bytes]()
+    for _ in range(values):
+        key, kind = cursor.string().decode(), cursor.number(_U32)
+        if kind == _STRING:
+            found[key] = cursor.string()
+        elif kind in _WHOLE:
+            found[key] = cursor.number(_U32)
+        else:
+            cursor.skip(kind)
+    return found
 
 
 class _NotIt(Exception):

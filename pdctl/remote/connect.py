@@ -295,8 +295,8 @@ def _closed_on_failure(connection: Any) -> Iterator[None]:
 
 
 def _preferring(kinds: set[str]) -> Any:
-    """A transport that asks for a host key of a kind we know, as OpenSSH does, and for a cipher that
-    checks what it carries: a MAC beside the cipher costs paramiko python's time for every byte of it.
+    """A transport that asks for a host key of a kind we know, as OpenSSH does, and for a cipher
+    that needs no MAC beside it: paramiko compares one in python, byte by byte.
     """
     import paramiko
 

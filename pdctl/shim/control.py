@@ -93,6 +93,8 @@ def _start(service: Service, wanted: str, prepare: Callable[[], None]) -> dict[s
 def _make_dirs(base: str, service: Service) -> bool:
     os.makedirs(base, 0o700, exist_ok=True)
     private_dir(os.path.dirname(service.dir))
+    if os.path.islink(service.dir):  # it would lead our files elsewhere, and their removal
+        raise Refused("state", f"{service.dir} is a symbolic link", "remove it")
     return private_dir(service.dir)
 
 
@@ -310,7 +312,7 @@ def purge(base: str, request: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(OSError):  # a full disk must not keep what is to be removed
             _keep_last(base, deployment, services, forget=everything)
     for s in services:
-        if os.path.isdir(s.dir):
+        if os.path.isdir(s.dir) and not os.path.islink(s.dir):
             _remove(s.dir)
     forget_when_empty(base, deployment)
     return {"purged": sorted(names)}

@@ -43,11 +43,12 @@ def write_private(path: str, text: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     handle = os.open(temporary, flags, 0o600)
     try:
-        with os.fdopen(handle, "w") as f:
+        # An environment variable may hold any bytes.
+        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as f:
             os.fchmod(handle, 0o600)
             f.write(text)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         os.unlink(temporary)
         raise
 
@@ -61,7 +62,7 @@ def read_json(path: str) -> dict[str, Any]:
     try:
         with open(path) as f:
             value = json.load(f)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

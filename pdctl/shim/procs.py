@@ -61,12 +61,19 @@ def identity(pid: int) -> dict[str, int]:
     return {"pid": pid, "start_ticks": found.ticks if found else 0}
 
 
-def is_alive(record: dict[str, Any] | None, boot: str) -> bool:
-    """Whether the very process of an identity record lives: a reused pid or a reboot means no."""
-    if not record or boot != boot_id():
+def is_alive(record: Any, boot: str) -> bool:
+    """Whether the very process of an identity record lives: a reused pid or a reboot means no, and
+    so does what is no such record."""
+    if not is_identity(record) or boot != boot_id():
         return False
-    found = proc(int(record["pid"]))
+    found = proc(record["pid"])
     return found is not None and found.ticks == record["start_ticks"]
+
+
+def is_identity(record: Any) -> bool:
+    return isinstance(record, dict) and all(
+        isinstance(record.get(key), int) for key in ("pid", "start_ticks")
+    )
 
 
 def uptime_s(ticks: int) -> float:

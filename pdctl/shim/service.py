@@ -15,7 +15,7 @@ import glob
 import os
 
 from .files import NAME, checked, read_json
-from .procs import Proc, boot_id, descendants, is_alive, uptime_s
+from .procs import Proc, boot_id, descendants, is_alive, is_identity, uptime_s
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 OWN_FILES = frozenset(
     ("spec.json", "identity.json", "family.json", "exit.json", "stop.json", "lock", "env", "token")
 )
+
+
+# At least one is there from before the start until the folder is gone.
+_RECORDS = frozenset(("spec.json", "identity.json", "lock"))
+_PARTS = ("shim", "service")
 
 
 def names_in(folder: str) -> list[str]:
@@ -35,9 +40,30 @@ def names_in(folder: str) -> list[str]:
 
 
 def service_names(base: str, deployment: str) -> list[str]:
-    """Folders with a record of ours. What else somebody put there is none of our business."""
+    """Folders with a record of ours. What else somebody put there is none of our business: a link,
+    a copy of a service's folder, or notes of theirs."""
     folder = os.path.join(base, deployment)
-    return [n for n in names_in(folder) if not OWN_FILES.isdisjoint(names_in(f"{folder}/{n}"))]
+    return [n for n in names_in(folder) if _is_ours(os.path.join(folder, n), deployment, n)]
+
+
+def _is_ours(folder: str, deployment: str, name: str) -> bool:
+    if os.path.islink(folder) or _RECORDS.isdisjoint(names_in(folder)):
+        return False
+    spec = _spec(read_json(os.path.join(folder, "spec.json")).get("spec"))
+    return not spec or (spec.get("deployment"), spec.get("name")) == (deployment, name)
+
+
+def _spec(found: Any) -> dict[str, Any]:
+    """{} for what is none: whoever damaged a record, what it was of can still be stopped."""
+    if not isinstance(found, dict):
+        return {}
+    kinds: dict[str, Any] = {"argv": list, "secrets": list}
+    kinds.update(dict.fromkeys(("ports", "files", "secret_files"), dict))
+    texts = ("deployment", "name", "host", "bind", "shm_prefix", "supervisor")
+    kinds.update(dict.fromkeys(texts, str))
+    if any(not isinstance(found.get(key, kind()), kind) for key, kind in kinds.items()):
+        return {}
+    return found if all(isinstance(port, int) for port in found.get("ports", {}).values()) else {}
 
 
 def deployment_names(base: str) -> list[str]:
@@ -51,9 +77,11 @@ class Service:
         self.deployment, self.name = checked(deployment), checked(name)
         self.dir = os.path.join(base, self.deployment, self.name)
         record = read_json(self.path("spec.json"))
-        self.spec: dict[str, Any] = record.get("spec") or {}
-        self.hash: str = record.get("hash") or ""
-        self.intent: dict[str, Any] = record.get("intent") or {}
+        self.spec = _spec(record.get("spec"))
+        self.hash = found if isinstance(found := record.get("hash"), str) else ""
+        self.intent: dict[str, Any] = (
+            found if isinstance(found := record.get("intent"), dict) else {}
+        )
 
     def path(self, name: str) -> str:
         return os.path.join(self.dir, name)
@@ -78,7 +106,19 @@ class Service:
         return False
 
     def identity(self) -> dict[str, Any]:
-        return read_json(self.path("identity.json"))
+        """`boot_id`, and of `shim` and `service` what was recorded."""
+        known = read_json(self.path("identity.json"))
+        parts = {part: known[part] for part in _PARTS if is_identity(known.get(part))}
+        return {"boot_id": str(known.get("boot_id", "")), **parts} if known else {}
+
+    def exit_record(self) -> dict[str, Any] | None:
+        """How it ended; None where that is not recorded, or not in a way that we understand."""
+        found = read_json(self.path("exit.json"))
+        kinds: dict[str, Any] = {"error": str, "asked": bool}
+        kinds.update(dict.fromkeys(("code", "signal"), (int, type(None))))
+        kinds.update(dict.fromkeys(("at", "ran_s"), (int, float)))
+        is_whole = found.keys() == kinds.keys()
+        return found if is_whole and all(isinstance(found[k], kinds[k]) for k in kinds) else None
 
     def live(self) -> dict[str, Proc]:
         """`shim` and `service`, each only when verified alive."""
@@ -86,7 +126,7 @@ class Service:
         boot = known.get("boot_id", "")
         return {
             part: Proc(known[part]["pid"], 0, known[part]["start_ticks"])
-            for part in ("shim", "service")
+            for part in _PARTS
             if is_alive(known.get(part), boot)
         }
 
@@ -95,11 +135,16 @@ class Service:
         boot = self.identity().get("boot_id", "")
         found = {p.pid: p for p in self.live().values()}
         found.update((p.pid, p) for p in marks.get(self.dir, ()))
-        for pid, ticks in read_json(self.path("family.json")).get("members", ()):
-            if is_alive({"pid": pid, "start_ticks": ticks}, boot):
-                found[pid] = Proc(pid, 0, ticks)
+        for member in self._family():
+            if is_alive(member, boot):
+                found[member["pid"]] = Proc(member["pid"], 0, member["start_ticks"])
         found.update((p.pid, p) for p in descendants(found.values()))
         return found
+
+    def _family(self) -> list[dict[str, Any]]:
+        members = read_json(self.path("family.json")).get("members")
+        pairs = [m for m in members if isinstance(m, list)] if isinstance(members, list) else []
+        return [dict(zip(("pid", "start_ticks"), pair)) for pair in pairs]  # noqa: B905 - of 3.10
 
     def state(self) -> str:
         """starting, running, exited, lost (died unrecorded), or never-started."""
@@ -128,7 +173,7 @@ class Service:
             "supervised": "shim" in live,
             "identity": known or None,
             "rebooted": bool(known) and known.get("boot_id") != boot_id(),
-            "exit": read_json(self.path("exit.json")) or None,
+            "exit": self.exit_record(),
             "uptime_s": uptime_s(live["service"].ticks) if "service" in live else None,
             "strays": sorted(kin),
         }

@@ -130,8 +130,8 @@ class Supervisor:
             self.remember_family()
 
     def ask_to_stop(self) -> None:
-        grace = read_json(self.service.path("stop.json")).get("grace_s", GRACE_S)
-        self.kill_at = time.monotonic() + float(grace)
+        grace = read_json(self.service.path("stop.json")).get("grace_s")
+        self.kill_at = time.monotonic() + (grace if isinstance(grace, (int, float)) else GRACE_S)
         if self.asked:
             return
         self.asked = True

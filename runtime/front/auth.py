@@ -6,6 +6,7 @@ Owns both comparisons, in constant time. Keys and tokens never reach a log or an
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from runtime.protocol import (
 )
 
 _ECHO_LIMIT = 200
+_LEAST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,4 +99,5 @@ def _seconds(value: str | None, default: float) -> float:
         seconds = float(value) if value is not None else default
     except ValueError:
         return default
-    return min(seconds, default) if seconds > 0 else default
+    # One that is over is for the engine to refuse as it does any other.
+    return min(max(seconds, _LEAST_S), default) if not math.isnan(seconds) else default

@@ -289,10 +289,11 @@ def _absorb(choice: Choice, burst: _Burst, stop_ids: frozenset[int]) -> Piece:
 
 def _log_end(job: Job) -> None:
     """One line a request: what it was and how it ended, `-` for choices that did not finish."""
+    theirs = job.caller.client_request_id
     log.info(
-        "request %s (client's id %s): %d prompt and %d output tokens in %.3f s, %s",
+        "request %s%s: %d prompt and %d output tokens in %.3f s, %s",
         job.caller.request_id,
-        job.caller.client_request_id,
+        f" (client's id {theirs})" if theirs is not None else "",
         job.choices[0].prompt_tokens,
         sum(len(c.tokens) for c in job.choices),
         time.monotonic() - job.arrived,

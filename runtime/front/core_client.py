@@ -107,6 +107,8 @@ class CoreClient:
         self._answers: dict[int, asyncio.Future[Stats | Measured]] = {}
         self._seq = itertools.count()
         self._stopping = False
+        self.may_end = False
+        """This instance was told to stop: its core, told by the same signal, may end by itself."""
         self.ready: CoreReady | None = None
         self.peers: dict[str, PeerState] = {}
         self._told_peers: dict[str, PeerAddress] = {}
@@ -188,6 +190,9 @@ class CoreClient:
         self._notify()
         assert self._process is not None
         code = await self._end(self._process, 2.0)
+        if code == 0 and self.may_end and not failures:
+            log.info("the engine core has ended")
+            return
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         log.error("the engine core ended %s (%s); %d requests failed", how, reason, len(failures))
 

@@ -1,7 +1,8 @@
 """Tells the router that this instance is here: at once on every change, and with each heartbeat.
 
 Owns the retry rules. A router that is down costs one log line and a try a second; it never stops
-serving.
+serving. One that cannot be reached just once may be a deployment that is brought down, router
+first: that costs no line.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Registrar:
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._trouble: str | None = None
+        self._missed = 0
+        """Tries in a row that did not reach it."""
 
     def changed(self) -> None:
         """Send now: readiness or a peer link is not what was last said."""
@@ -87,11 +90,13 @@ class Registrar:
                     return RETRY_S
                 reply = msgspec.json.decode(raw, type=RegistrationReply)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as e:
-            self._failed(reason(e))
+            self._missed += 1
+            if self._missed > 1 and not self._instance.draining:
+                self._failed(reason(e))
             return RETRY_S
         if self._trouble is not None:
             log.info("registered with the router again")
-        self._trouble = None
+        self._trouble, self._missed = None, 0
         self._instance.drained = reply.draining
         if self._instance.config.role == "decode":
             self._instance.core.set_peers(reply.peers)

@@ -122,6 +122,7 @@ class _Worker:
         if self._stop.is_set():
             self._stop_now.set()
             self._instance.core.kill()
+        self._instance.core.may_end = True
         self._stop.set()
 
     async def _serve(self) -> int:

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import socket
 from typing import Any
 
@@ -199,6 +200,7 @@ async def main(options: argparse.Namespace) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=options.fd))
     link: Link[Command] = Link(reader, writer, Command)
     core = FakeCore(link, options)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 0)  # as the real one
     greeting = asyncio.create_task(core.greet())
     try:
         await core.serve()

@@ -61,7 +61,15 @@ def test_without_keys_everyone_may_ask_but_internal_headers_do_not_count() -> No
 
 @pytest.mark.parametrize(
     ("given", "used"),
-    [("5", 5.0), ("600", 60.0), ("-1", 60.0), ("x", 60.0), ("nan", 60.0), ("inf", 60.0)],
+    [
+        ("5", 5.0),
+        ("600", 60.0),
+        ("-1", 0.001),
+        ("0.000", 0.001),
+        ("x", 60.0),
+        ("nan", 60.0),
+        ("inf", 60.0),
+    ],
 )
 def test_deadlines_only_shorten(given: str, used: float) -> None:
     assert admit({"x-pdctl-token": "tokén", "x-pdctl-deadline-s": given}).deadline_s == used

@@ -200,6 +200,23 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     running.close()
 
 
+def test_a_stop_of_all_at_once_alarms_nobody(start: Start, router: Router) -> None:
+    """The router first, then both processes by one signal, as `down` does it."""
+    worker = start(router=router.url)
+    worker.wait_ready()
+    router.seen.get(timeout=5)
+    worker.post(say="x").read()
+    router.shutdown()
+    router.server_close()
+    core = worker.core()
+    worker.process.send_signal(signal.SIGTERM)
+    core.send_signal(signal.SIGTERM)
+    log = worker.stderr()
+    assert " output tokens in " in log and "client's id" not in log
+    assert "the engine core has ended" in log or "draining" in log
+    assert "ERROR" not in log and "WARNING" not in log and "Traceback" not in log
+
+
 def test_the_fronts_death_ends_the_core(start: Start) -> None:
     worker = start()
     worker.wait_ready()
@@ -243,7 +260,8 @@ def test_core_death_fails_requests_and_ends_the_front(start: Start) -> None:
         streaming.read()
     assert b'"error"' in broken.value.partial and b"[DONE]" not in broken.value.partial
     assert worker.process.wait(10) == 1
-    assert "SIGKILL" in worker.stderr()
+    log = worker.stderr()
+    assert "the engine core ended by SIGKILL" in log and "2 requests failed" in log
 
 
 # ---- a start that cannot work -------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_two_hosts_from_nothing_and_what_up_says_before_and_after(
     assert before.rc == 1
     lines = [line for line in before.err.splitlines() if line.startswith("error:")]
     assert [line.split()[1] for line in lines if "no runtime yet" in line] == ["gpu-a:", "gpu-b:"]
-    assert all("run `pdctl sync`" in line for line in lines if "no runtime yet" in line)
+    assert all("run `pdctl sync " in line for line in lines if "no runtime yet" in line)
     assert any("gpu-b: model" in line and "pdctl sync" in line for line in lines)
     assert a.clean() and b.clean()
 
@@ -102,7 +102,7 @@ def test_two_hosts_from_nothing_and_what_up_says_before_and_after(
     runtime.write_text(runtime.read_text() + "# another version\n")
     other = cluster.pdctl("up", path)
     assert other.rc == 1 and "gpu-a" not in other.err, other.err
-    assert "gpu-b: its runtime is 0.1.0+" in other.err and "run `pdctl sync`" in other.err
+    assert "gpu-b: its runtime is 0.1.0+" in other.err and "run `pdctl sync " in other.err
     assert "torch" not in other.err
 
 

@@ -72,6 +72,12 @@ def test_the_key_comes_from_the_environment(url: str, monkeypatch: pytest.Monkey
     assert question(url).text == "hi"
 
 
+def test_why_nobody_answers_is_in_the_systems_words() -> None:
+    for refused in (first_model, question):
+        with pytest.raises(PdctlError, match=r"^http://127.0.0.1:9: Connection refused$"):
+            refused("http://127.0.0.1:9")
+
+
 @pytest.mark.parametrize("key", ["k1\n", "schlüssel-Б"])
 def test_a_key_is_sent_as_the_server_reads_it(
     url: str, monkeypatch: pytest.MonkeyPatch, key: str

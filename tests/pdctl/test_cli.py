@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from typer.testing import CliRunner, Result
 
 from pdctl import __version__, cli, state
 from pdctl.cli_change import approver
+from pdctl.documents import topology_text, validate_document
 from pdctl.errors import PdctlError, UsageError
 from pdctl.plan import Plan, Step
 from pdctl.services import ServiceSpec
 from pdctl.topology import load
 
 TOPOLOGIES = Path(__file__).parents[2] / "topologies"
-BAD = "name: t\nmodel: m\nhosts: {a: {}}\nprefill: [{}]\ndecod: [{}]\n"
+BAD = "name: t\nmodel: some/m\nhosts: {a: {}}\nprefill: [{}]\ndecod: [{}]\n"
 
 
 def invoke(*args: str) -> Result:
@@ -66,6 +68,24 @@ def test_every_command_is_there_and_has_a_one_line_summary() -> None:
         assert command in lines, command
         assert len(lines[command].split()) > 3
         assert invoke(command, "--help").exit_code == 0
+    assert not [line for line in lines.values() if line.endswith("...")], "cut off"
+
+
+@pytest.mark.parametrize("command", ["ask", "drain", "init"])
+def test_what_to_give_is_in_upper_case(command: str) -> None:
+    given = invoke(command, "--help").output.splitlines()[0].partition("[OPTIONS]")[2]
+    assert given and given == given.upper()
+
+
+def test_a_misspelt_role_gets_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(capsys, "scale", "decod=2")
+    assert code == 2 and "'decod=2' is not ROLE=N" in err and "did you mean decode?" in err
+
+
+def test_an_empty_question_is_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    for question in ("", "  \n"):
+        code, _, err = run_main(capsys, "ask", question, "--endpoint", "http://127.0.0.1:9")
+        assert code == 2 and err.startswith("error: the question is empty")
 
 
 @pytest.mark.parametrize(
@@ -79,19 +99,43 @@ def test_a_wrong_command_line_is_usage(args: list[str]) -> None:
 
 # ---- validate ------------------------------------------------------------------------------------
 
+FULL = """
+name: full
+model: ./m.gguf
+hosts: {a: {address: 192.0.2.1}, b: {address: 192.0.2.2, advertise: 192.0.2.3, python: /opt/p}}
+router: {host: a, api_keys: KEYS, bind: 192.0.2.1}
+prefill:
+  - {host: a, replicas: 2, devices: [0, 1], rdma: {device: [mlx5_0, mlx5_1], port: 1}}
+decode:
+  - {host: b, devices: 3, kv_cache: 1000001, cpu_buffer: 1.5GiB, transfer: rdma,
+     secrets: [HF_TOKEN, OTHER], env: {A: "true", B: 7}, rdma: {gid_index: 0}}
+"""
 
-def test_validate_prints_a_topology_that_is_valid_again(tmp_path: Path) -> None:
+
+def test_validate_prints_the_topology_with_its_defaults() -> None:
     result = invoke("validate", str(TOPOLOGIES / "quickstart.yaml"))
     assert result.exit_code == 0
     content = yaml.safe_load(result.stdout)
     assert content["decode"][0]["cpu_buffer"] == "384MiB"
     assert content["prefill"][0]["host"] == "local"
-    for group in content["prefill"] + content["decode"]:
-        assert group.pop("secrets") == {}
-    again = tmp_path / "again.yaml"
-    again.write_text(yaml.safe_dump(content))
-    before = load(TOPOLOGIES / "quickstart.yaml").topology
-    assert load(again).topology.decode[0].kv_cache == before.decode[0].kv_cache
+
+
+@pytest.mark.parametrize("text", [*(p.read_text() for p in sorted(TOPOLOGIES.iterdir())), FULL])
+def test_the_resolved_topology_is_the_same_one_again(text: str, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    path, again = tmp_path / "t.yaml", tmp_path / "elsewhere" / "again.yaml"
+    path.write_text(text)
+    resolved = topology_text(validate_document(load(path)))
+    again.parent.mkdir()
+    again.write_text(resolved)
+    assert topology_text(validate_document(load(again))) == resolved
+    before, after = load(path).topology, load(again).topology
+    assert after.instances() == tuple(
+        replace(i, group=i.group.model_copy(update={"host": i.host})) for i in before.instances()
+    )
+    assert after.router == before.router.model_copy(update={"host": before.host_of(before.router)})
+    same = {"model", "router", "prefill", "decode", "mixed"}
+    assert after.model_dump(exclude=same) == before.model_dump(exclude=same)
 
 
 def test_validate_json_has_services_and_hides_what_is_private(tmp_path: Path) -> None:
@@ -106,7 +150,7 @@ def test_validate_json_has_services_and_hides_what_is_private(tmp_path: Path) ->
     assert [s["name"] for s in document["services"]] == ["router", "mixed-0", "mixed-1"]
     assert document["services"][2]["ports"] == {"http": 8101}
     (group,) = document["topology"]["mixed"]
-    assert group["env"] == {"MY_TOKEN": "***", "A": "b"} and group["secrets"] == {"HF_TOKEN": "***"}
+    assert group["env"] == {"MY_TOKEN": "***", "A": "b"} and group["secrets"] == ["HF_TOKEN"]
     assert "hunter2" not in result.output
     assert len(document["warnings"]) == 1
 
@@ -129,11 +173,35 @@ def test_validate_looks_for_the_model_where_it_is_to_run(
         ("cut.gguf", "truncated"),
     ):
         code, err = validate(model, "{}")
-        assert code == 2 and says in err
+        assert code == 2 and says in err and err.startswith(f"error: {path}:2: model: ")
         assert validate(model, "{address: far.example}")[0] == 0, "it may be there"
     code, err = validate("smollm2-135m", "{}")
     assert code == 0 and err.startswith("warning: ") and "pdctl model pull smollm2-135m" in err
     assert validate("no-such-owner/no-such-model", "{}") == (0, ""), "the network is not asked"
+
+
+def test_validate_lists_the_model_and_what_it_does_not_allow_among_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = tmp_path / "t.yaml", tmp_path / "m"
+    model.mkdir()
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64}
+    (model / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 8}))
+    (model / "w.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}" + bytes(99))
+    mixed = "mixed:\n- {tp_size: 3}\n- {kv_cache: 1000KiB, block_size: 1024, prefix: true}\n"
+
+    def lines(model: str) -> list[str]:
+        path.write_text(f"name: t\nmodel: {model}\nhosts: {{a: {{}}}}\n{mixed}")
+        code, _, err = run_main(capsys, "validate", str(path))
+        assert code == 2
+        return [line.removeprefix(f"error: {path}:") for line in err.splitlines()]
+
+    tp, kv, key = sorted(lines("./m"))
+    assert tp.startswith("5: mixed[0].tp_size: 3 does not split this model of 4 attention heads")
+    assert tp.endswith("use one of 1, 2, 4") and key.startswith("6: mixed[1].prefix: unknown key")
+    assert kv.startswith("6: mixed[1].kv_cache: 1000KiB holds 1 block of 524,288 bytes; at least 2")
+    model_line, key = lines("smolm2-135m")
+    assert model_line.startswith("2: model: smolm2-135m: no such model; did you mean smollm2-135m?")
 
 
 def test_a_warning_goes_to_stderr(
@@ -184,6 +252,14 @@ def test_without_any_deployment_it_says_so(
     code, out, err = run_main(capsys, *args)
     assert (code, out) == (2, "")
     assert err == "error: there is no deployment here\nhint: start one: `pdctl up TOPOLOGY`\n"
+
+
+def test_the_audit_of_what_never_was_is_empty_and_may_be_a_typo(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = run_main(capsys, "audit", "demi")
+    assert (code, out) == (0, "no change was recorded\n")
+    assert err == "warning: no deployment demi has ever run here\n"
 
 
 def test_down_of_what_is_not_there_is_no_failure_but_may_be_a_typo(
@@ -297,7 +373,8 @@ def test_without_a_terminal_nothing_that_runs_is_stopped(
     plan = Plan("demo", (KEEP, REPLACE), notes=("nothing is served until decode-0 is ready",))
     with pytest.raises(UsageError, match="this would stop decode-0 of demo") as caught:
         approver(yes=False)(plan)
-    assert caught.value.exit_code == 2 and "--yes" in caught.value.hint
+    assert caught.value.exit_code == 2
+    assert caught.value.hint == "--yes does it without asking", "plan cannot show a scale"
     shown = capsys.readouterr()
     assert "replace" in shown.err and "nothing is served until" in shown.err and not shown.out
     approver(yes=True)(plan)

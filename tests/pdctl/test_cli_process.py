@@ -65,6 +65,17 @@ def test_help_is_quick() -> None:
     assert min(times) < HELP_LIMIT_S, times
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_stream_may_be_closed(closed: str, tmp_path: Path) -> None:
+    command = f'exec "$0" -m pdctl status {closed}'
+    env = {"PDCTL_HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], env=os.environ | env, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2 and b"bug" not in done.stderr, done.stderr
+    assert not list(tmp_path.glob("pdctl-bug-*"))
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys, pdctl.cli\n"

@@ -24,9 +24,14 @@ from pdctl.doctor_report import doctor_document, doctor_text
 from pdctl.errors import HostCommandError, HostUnreachable, PdctlError
 from pdctl.hosts import LocalHost
 from pdctl.output import Screen
+from pdctl.preflight import NOT_HERE
 from pdctl.shim import facts, measure
 from pdctl.topology import Host, Topology
 
+TAKEN = {
+    "port": 8100, "bind": "10.0.0.2", "free": False, "error": "Address already in use",
+    "pid": 7, "command": "nginx", "user": "www",
+}  # fmt: skip
 FREE = {"free": 1 << 40, "total": 1 << 40}
 PROBE = {
     "ports": [], "shm": FREE, "missing": [], "unreadable": [], "unwritable": "",
@@ -39,6 +44,7 @@ FACTS = {
     "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "docker0": ["172.17.0.1"]},
     "resolved": {"10.0.0.2": ["10.0.0.2"]}, "sources": {"10.0.0.1": "10.0.0.2"},
 }  # fmt: skip
+SYNC = "pdctl sync my.yaml --model"
 PORT = {"device": "mlx5_0", "port": 1, "state": "ACTIVE", "link": "Ethernet", "gids": [{}]}
 
 
@@ -83,7 +89,10 @@ def view(t: Topology, key: str = "b", **changed: Any) -> View:
         ({"devices": 0}, {"memory_free": 1, "gpus": [{"index": 0, "free": 1 << 40}]}, [], True),
         ({}, {"shm": {"free": 1 << 20, "total": 1 << 20}}, ["cpu_buffer needs 1GiB"], True),
         ({}, {"unwritable": "/h: Permission denied"}, ["/h: Permission denied"], True),
-        ({}, {"model": ""}, ["model m is not there", "--model"], True),
+        ({}, {"model": ""}, ["model m is not there", f"run `{SYNC}`"], True),
+        ({}, {"ports": [TAKEN]}, ["port 8100 on 10.0.0.2 is taken by pid 7", "free what"], True),
+        ({}, {"ports": [TAKEN | {"error": NOT_HERE}]}, [], True),
+        ({}, {"versions": {"/p": {"error": "does not exist"}}}, ["/p does", f"`{SYNC}`"], True),
         ({"devices": 1}, {}, ["wants GPU 1; there are: none"], True),
         ({"devices": 0}, {"gpus": [{"index": 0, "free": 1}]}, ["GPU 0 has 1B free"], True),
         ({"devices": 0}, {"gpus": [{"index": 0, "free": 1 << 40}]}, [], True),
@@ -95,7 +104,7 @@ def test_what_a_host_lacks(
     decode: dict[str, Any], changed: dict[str, Any], words: list[str], severe: bool
 ) -> None:
     t = topology(**decode)
-    found = list(checks.host_troubles(view(t, **changed), "aa", t))
+    found = list(checks.host_troubles(view(t, **changed), "aa", t, SYNC))
     assert len(found) == (1 if words else 0)
     assert all(w in f"{found[0].what}; {found[0].do}" for w in words)
     assert all(f.severe is severe and f.where == "b" for f in found)
@@ -104,7 +113,7 @@ def test_what_a_host_lacks(
 def test_a_clock_is_wrong_only_beyond_its_own_error() -> None:
     t = topology()
     for clock, wrong in ((Clock(0.9, 0.5), 0), (Clock(-0.9, 0.1), 1), (Clock(60.0, 0.5), 1)):
-        found = list(checks.host_troubles(replace(view(t), clock=clock), "aa", t))
+        found = list(checks.host_troubles(replace(view(t), clock=clock), "aa", t, SYNC))
         assert len(found) == wrong and not any(f.severe for f in found)
         assert all(str(clock) in f.what for f in found)
 
@@ -172,6 +181,7 @@ def test_who_answers_instead_and_what_follows_from_known_faults() -> None:
     assert shut.where == "b -> a" and "connection refused" in shut.what and "9100" in shut.do
     assert not list(checks.edge_troubles({edge: closed}, heard, ["a"]))
     assert not list(checks.edge_troubles({edge: closed}, {"a": Heard(1, {"9100": "in use"})}, ()))
+    assert shut.edge == edge, "the report names the others"
     (here,) = checks.edge_troubles({replace(edge, source=HERE): closed}, heard, ())
     assert not here.severe, "only the router has to be reached from here"
 
@@ -196,7 +206,11 @@ def test_the_report_has_a_line_for_each_host_pair_and_trouble() -> None:
         ["c", "+", "yes", "-"],
     ]
     assert rows[5] == ["prefill-0", "(a)", "decode-0", "(b)", "tcp", "9100", "?", "-", "1.50"]
-    assert "demo: 0 of 1 connections work" in text
+    assert "demo: 0 of 1 connections work (" in text
+    not_named = "    failed: b -> a port 9100 (prefill-0): no answer"
+    assert not_named in text.splitlines()
+    told = replace(trouble, edge=edge)
+    assert not_named not in doctor_text(replace(found, troubles=(told,)), screen)
     assert "no connection could be tried" in doctor_text(replace(found, reached={}), screen)
     assert "x a: nobody answers\n    do: switch it on" in text and "in the way" not in text
     assert found.exit_code == 5 and replace(found, lost={}).exit_code == 1

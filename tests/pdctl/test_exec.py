@@ -18,8 +18,9 @@ import pytest
 from supervision import Home, Lab, eventually, gone
 
 from pdctl import ops
-from pdctl.errors import HostCommandError, UsageError
+from pdctl.errors import HostCommandError, HostUnreachable, UsageError
 from pdctl.find import Where
+from pdctl.state import KnownDeployment
 
 HERE = Where(hosts=("local",))
 NASTY = ("$HOME; echo x", "a b", "'", '"', "\n", "*", "", "--json", "-n")
@@ -163,3 +164,16 @@ def test_it_is_no_stray_of_the_service(home: Home, service: Lab) -> None:
         os.kill(process.pid, signal.SIGINT)
         process.communicate(timeout=30)
     eventually(lambda: gone(pid))
+
+
+def test_a_misspelt_host_names_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise HostUnreachable("gpu-x: resolve: no such host", host="gpu-x", hint="check it")
+
+    monkeypatch.setattr("pdctl.execute.opened", unreachable)
+    known = KnownDeployment("demo", "", {"gpu-a": "a.example", "gpu-b": "b.example"})
+    monkeypatch.setattr("pdctl.execute.whereabouts", lambda *_: known)
+    for host, words in (("gpu-x", "gpu-a, gpu-b"), ("gpu-a", "check it")):
+        with pytest.raises(HostUnreachable, match="no such host") as caught:
+            ops.on_host(host, ops.Command(("true",)), lambda *_: None)
+        assert words in caught.value.hint

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from supervision import Home, Site
 from pdctl import ops, state
 from pdctl.down import _stop
 from pdctl.errors import HostUnreachable, PdctlError, UsageError
-from pdctl.find import Where, _only, further, this_machine, told
+from pdctl.find import Where, _only, further, located, this_machine, told
 from pdctl.hold import locked
 from pdctl.state import KnownDeployment
 
@@ -93,6 +94,17 @@ def test_a_file_finds_it_without_the_cache_and_fills_it(home: Home, site: Site) 
     down()
     with pytest.raises(UsageError, match="there is no deployment on localhost"):
         ops.status(None, Where(hosts=("localhost",)))
+
+
+def test_what_hosts_say_counts_whatever_the_clock_here(home: Home, site: Site) -> None:
+    up(site.topology())
+    cached = state.recall("demo")
+    assert cached is not None
+    state.remember(replace(cached, at=cached.at + 3600, replicas={"decode": 7}))
+    with located("demo") as found:
+        assert (found.known.at, found.known.replicas) == (cached.at, cached.replicas)
+    assert state.recall("demo") == cached, "what was remembered is put right"
+    down()
 
 
 def test_orphans_are_shown_and_removed_on_request(home: Home, site: Site) -> None:

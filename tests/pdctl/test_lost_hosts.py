@@ -44,7 +44,7 @@ def half(home: Home, lab: Lab) -> Iterator[None]:
         ("logs --name demo", ""),
         ("collect demo", "pdctl-collect-demo-"),
         ("collect demo --json", "pdctl-collect-demo-"),
-        ("status demo", "1 hosts ok, 1 failed"),
+        ("status demo", "1 host ok, 1 failed"),
     ],
 )
 def test_it_is_named_and_the_rest_is_shown(half: None, words: str, shown: str) -> None:

@@ -180,6 +180,16 @@ def test_a_stranger_on_the_port_is_named_and_nothing_starts(home: Home, site: Si
         with pytest.raises(PdctlError) as caught:
             up(site.topology(router={"host": "local", "port": port}))
     assert f"router: port {port} on 127.0.0.1 is taken by pid {os.getpid()}" in str(caught.value)
+    assert caught.value.hint == "nothing was started; free what is taken, or change the topology"
+    assert_nothing_left(home, [])
+
+
+def test_where_nothing_is_taken_the_hint_does_not_say_so(home: Home, site: Site) -> None:
+    path = site.topology(router={"host": "local", "port": free_port(), "bind": "192.0.2.77"})
+    with pytest.raises(PdctlError) as caught:
+        up(path)
+    assert "on 192.0.2.77: the host does not have this address" in str(caught.value)
+    assert caught.value.hint == f"nothing was started; `pdctl doctor {path}` says more"
     assert_nothing_left(home, [])
 
 

@@ -55,12 +55,23 @@ TABLE: dict[str, tuple[list[ServiceSpec], list[ObservedService], list[str]]] = {
     "a config key changed": (
         [D0],
         [seen(spec("decode-0", files={"config.json": '{"kv_cache_bytes": 2, "threads": 2}'}))],
-        ["replace decode-0@a: changed: kv_cache_bytes"],
+        ["replace decode-0@a: changed: kv_cache"],
     ),
     "several things changed": (
         [D0],
         [seen(spec("decode-0", argv=("old",), env={"A": "secret"}, files={"config.json": "{}"}))],
-        ["replace decode-0@a: changed: argv, env, kv_cache_bytes, threads"],
+        ["replace decode-0@a: changed: argv, env, kv_cache, threads"],
+    ),
+    "keys are those of the topology, each once": (
+        [spec("decode-0", cpu_buffer_bytes=2, files={"config.json": '{"cpu_buffer_bytes": 2}'})],
+        [
+            seen(
+                spec(
+                    "decode-0", cpu_buffer_bytes=1, files={"config.json": '{"drain_timeout_s": 1}'}
+                )
+            )
+        ],
+        ["replace decode-0@a: changed: cpu_buffer, drain_timeout"],
     ),
     "a file that is not JSON": (
         [spec("decode-0", files={"x": "new"})],
@@ -113,6 +124,15 @@ def test_steps(case: str) -> None:
     ] == expected
     assert plan.changes == any(not line.startswith("keep") for line in expected)
     assert make_plan("demo", wanted, list(reversed(observed))) == plan
+
+
+def test_what_was_scaled_down_is_no_orphan_but_what_moved_is() -> None:
+    p1 = spec("prefill-1")
+    plan = make_plan("demo", [D0], [seen(D0), seen(D1), seen(p1)], ["decode"])
+    reasons = {s.service.name: s.reason for s in plan.of("remove")}
+    assert reasons == {"decode-1": "scaled down", "prefill-1": "orphan: not in the topology"}
+    (moved,) = make_plan("demo", [spec("decode-0", "b")], [seen(D0)], ["decode"]).of("remove")
+    assert moved.reason == "orphan: not in the topology"
 
 
 def test_a_plan_never_shows_values() -> None:

@@ -192,6 +192,7 @@ def imported(file: Path) -> set[str]:
 
 
 SYNCED = "/home/u/.pdctl/.code/0123456789abcdef/venv/bin/python"
+SYNC = "`pdctl sync t.yaml`"
 GOOD = {"python": "3.11.7", "runtime": "0.1.0", "code": "aa", "torch": "2.6", "native": ""}
 
 
@@ -199,8 +200,16 @@ GOOD = {"python": "3.11.7", "runtime": "0.1.0", "code": "aa", "torch": "2.6", "n
     ("python", "found", "words"),
     [
         (SYNCED, GOOD, []),
-        (SYNCED, {"error": "does not exist"}, ["no runtime yet", "(code aa)", "run `pdctl sync`"]),
-        (SYNCED, GOOD | {"code": "bb"}, ["0.1.0 (code bb)", "0.1.0 (code aa)", "`pdctl sync`"]),
+        (
+            SYNCED,
+            {"error": "does not exist"},
+            ["no runtime yet", "(code aa)", "run `pdctl sync t.yaml`"],
+        ),
+        (
+            SYNCED,
+            GOOD | {"code": "bb"},
+            ["0.1.0 (code bb)", "0.1.0 (code aa)", "`pdctl sync t.yaml`"],
+        ),
         ("/opt/p", GOOD | {"code": ""}, ["/opt/p has no runtime", "install pdctl 0.1.0"]),
         ("/opt/p", {"error": "Permission denied"}, ["/opt/p Permission denied"]),
         (SYNCED, GOOD | {"native": "no GLIBC_9"}, ["runtime._native", "no GLIBC_9"]),
@@ -208,9 +217,11 @@ GOOD = {"python": "3.11.7", "runtime": "0.1.0", "code": "aa", "torch": "2.6", "n
 )
 def test_versions_are_named(python: str, found: dict[str, Any], words: list[str]) -> None:
     service = ServiceSpec("demo", "decode-0", "decode", "gpu-a", argv=(python, "-m", "runtime"))
-    problems = preflight.check_versions("gpu-a", {"versions": {python: found}}, [service], "aa")
+    problems = preflight.check_versions(
+        "gpu-a", {"versions": {python: found}}, [service], "aa", "pdctl sync t.yaml"
+    )
     assert len(problems) == (1 if words else 0)
-    assert all(w in problems[0] and problems[0].startswith("gpu-a: ") for w in words)
+    assert all(w in str(problems[0]) and problems[0].host == "gpu-a" for w in words)
 
 
 def test_what_differs_between_hosts_is_named() -> None:

@@ -12,6 +12,7 @@ from supervision import Home, eventually, gone
 
 from pdctl import ops
 from pdctl.errors import PdctlError, ServiceFailed, UsageError
+from pdctl.plan import Plan
 from pdctl.routing import RouterClient
 
 
@@ -37,10 +38,10 @@ def test_a_rolling_restart_takes_one_after_the_other_and_not_the_router(
     up(demo(decode=[DECODE | {"replicas": 2, "secrets": ["HUB_TOKEN"]}]))
     monkeypatch.delenv("HUB_TOKEN")
     before, token = pids(), (home.dir("demo", "decode-0") / "token").read_text()
-    told = Told()
-    result = restart(rolling=True, report=told)
+    told, shown = Told(), list[Plan]()
+    result = restart(rolling=True, report=told, approve=shown.append)
     assert sorted(result.restarted) == ["decode-0", "decode-1", "prefill-0"]
-    assert "nothing is served until prefill-0 is ready" in told.notes()
+    assert [plan.notes for plan in shown] == [("nothing is served until prefill-0 is ready",)]
     renewed = [e for e in told.order("stop", "start", "ready") if "-" in e]
     assert renewed == [
         f"{what} {n}" for n in result.restarted for what in ("stop", "start", "ready")
@@ -108,6 +109,24 @@ def test_who_is_about_to_serve_is_waited_for(home: Home, demo: Demo) -> None:
     assert "wait decode-0" in told.order("wait")
 
 
+def test_what_leaves_nothing_to_serve_is_asked_for_and_nothing_else(demo: Demo) -> None:
+    def refuse(plan: Plan) -> None:
+        raise PdctlError(f"{', '.join(plan.ends)}: {', '.join(plan.notes)}")
+
+    up(demo(decode=[DECODE | {"replicas": 2}]))
+    before = pids()
+    with pytest.raises(PdctlError, match="prefill-0: nothing is served until prefill-0 is ready"):
+        restart("prefill-0", approve=refuse)
+    assert pids() == before
+    told = Told()
+    drain("decode-0", told)
+    assert told.notes() == "", "decode-1 serves"
+    drain("decode-1", told)
+    assert "nothing is served from now on" in told.notes()
+    drain("decode-0", undo=True)
+    assert restart("decode-1", approve=refuse).restarted == ("decode-1",)
+
+
 def test_mistakes_are_named(demo: Demo) -> None:
     with pytest.raises(UsageError, match="there is no deployment demo"):
         restart()
@@ -140,7 +159,7 @@ def test_drain_waits_is_seen_and_taken_back(home: Home, demo: Demo) -> None:
     assert drain("decode-1", undo=True).draining is False
     assert states(home)["decode-1"] == "ready" and ops.status("demo").healthy
     drain("prefill-0", told)
-    assert "prefill-0 is the only one" in told.notes()
+    assert "nothing is served from now on" in told.notes()
     restart("prefill-0")
     assert states(home)["prefill-0"] == "ready", "a restart ends the drain"
 

@@ -71,6 +71,14 @@ def test_what_scale_shows_and_refuses(home: Home, demo: Demo) -> None:
     with pytest.raises(PdctlError, match="keep decode-0 start decode-1"):
         ops.scale("demo", {"decode": 2}, ops.UpOptions(approve=refuse), ops.silent)
     assert pids() == before
+    scale(decode=2)
+
+    def look(plan: Plan) -> None:
+        assert plan.notes == (), "one knows what one has asked for"
+        raise PdctlError(" ".join(f"{s.service.name} {s.reason}" for s in plan.of("remove")))
+
+    with pytest.raises(PdctlError, match="decode-1 scaled down"):
+        ops.scale("demo", {"decode": 1}, ops.UpOptions(approve=look), ops.silent)
 
 
 def test_a_scale_that_failed_is_not_remembered(home: Home, demo: Demo) -> None:

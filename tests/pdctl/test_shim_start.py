@@ -282,6 +282,19 @@ def test_the_log_has_a_cap(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(write)
 
 
+def test_a_secret_of_any_bytes(lab: Lab) -> None:
+    value = b"k\xff\xc3".decode(errors="surrogateescape")
+    code = f"import os; print(os.environb[b'S'].hex(), flush=True); {SLEEP}"
+    spec = lab.spec(code, secrets=("S",))
+    lab.start(spec, secret_env={"S": value}, secret_files={"f": value})
+    log = lab.home.dir("demo", "a") / "out.log"
+    eventually(lambda: "up" in log.read_text())
+    assert log.read_text().split()[0] == "6bffc3"
+    assert (log.parent / "f").read_bytes() == b"k\xff\xc3"
+    assert not list(log.parent.glob("*.tmp"))
+    lab.stop()
+
+
 def test_what_a_start_loads() -> None:
     """Very many hosts may be one machine's CPUs, and these take longer to load than the rest."""
     code = (

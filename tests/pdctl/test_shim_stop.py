@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,8 @@ import pytest
 from free_ports import free_port
 from supervision import STUB, Lab, eventually, gone
 
-from pdctl.errors import HostCommandError
+from pdctl.errors import HostCommandError, StateError
+from pdctl.records import parse_service
 from pdctl.shim import control, procs
 from pdctl.shim.supervise import Supervisor
 
@@ -190,6 +192,55 @@ def test_a_reused_pid_is_never_signalled(lab: Lab) -> None:
     finally:
         other.kill()
         other.wait()
+
+
+def test_what_somebody_put_beside_services_is_left_alone(lab: Lab, tmp_path: Path) -> None:
+    lab.start(lab.spec("import time; time.sleep(600)"))
+    folder = lab.home.dir("demo", "a").parent
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    notes = folder / "notes"
+    notes.mkdir()
+    for place in (mine, notes):
+        for name in ("token", "thesis.txt"):
+            (place / name).write_text("mine")
+    (mine / "lock").touch()
+    (folder / "link").symlink_to(mine)
+    shutil.copytree(folder / "a", folder / "a.bak")
+    shutil.copytree(folder, folder.parent / "copy", symlinks=True)
+    answer = lab.call("status", {"deployment": None})
+    assert [(s["deployment"], s["service"]) for s in answer["services"]] == [("demo", "a")]
+    assert list(lab.stop()) == ["a"]
+    lab.call("purge", {"deployment": "demo"})
+    assert sorted(p.name for p in folder.iterdir()) == ["a.bak", "link", "notes"]
+    assert (mine / "thesis.txt").exists() and (notes / "thesis.txt").exists()
+    (folder / "b").symlink_to(mine)
+    with pytest.raises(StateError, match="b is a symbolic link"):
+        lab.start(lab.spec("pass", name="b"))
+    assert sorted(p.name for p in mine.iterdir()) == ["lock", "thesis.txt", "token"]
+
+
+DAMAGED = {
+    "spec.json": ['{"spec": "x", "hash": 1, "intent": 2}', "[" * 100_000, "\0"],
+    "identity.json": ['{"shim": "x", "service": {"pid": "1"}}', '{"boot_id": 1}'],
+    "exit.json": ['{"code": "x"}', '{"at": {}}'],
+    "family.json": ['{"members": [[1, 2, 3]]}', '{"members": 7}'],
+    "stop.json": ['{"grace_s": "soon"}'],
+}
+
+
+@pytest.mark.parametrize("file", DAMAGED)
+def test_a_damaged_record_keeps_nothing_alive(lab: Lab, file: str) -> None:
+    for text in (*DAMAGED[file], '{"spec": {"argv": 5}}', '{"spec": {"ports": {"http": "x"}}}'):
+        answer = lab.start(lab.spec("import time; time.sleep(600)"))
+        pids = [answer["service"]["identity"][part]["pid"] for part in ("shim", "service")]
+        (lab.home.dir("demo", "a") / file).write_text(text)
+        record = parse_service("local", lab.status())
+        assert record.name == "a", "it can be shown"
+        report = lab.stop()["a"]
+        assert report["left"] == [] and all(map(gone, pids)), (text, report)
+        lab.call("purge", {"deployment": "demo"})
+        assert not lab.home.dir("demo", "a").exists()
 
 
 def test_children_of_a_stranger_are_no_kin(monkeypatch: pytest.MonkeyPatch) -> None:

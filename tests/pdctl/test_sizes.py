@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdctl.sizes import format_size, parse_size
+from pdctl.sizes import exact_size, format_size, listed, parse_size
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,14 @@ def test_formatting_is_exact_or_within_a_twentieth(nbytes: int) -> None:
     assert abs(back - nbytes) <= nbytes / 20
     if nbytes % (1 << 20) == 0 and nbytes < 1 << 30:
         assert back == nbytes
+
+
+@given(st.integers(1, 1 << 50))
+def test_an_exact_size_is_read_back_as_it_was(nbytes: int) -> None:
+    assert parse_size(exact_size(nbytes)) == nbytes
+
+
+def test_of_many_names_only_the_first_are_said() -> None:
+    names = [f"decode-{n}" for n in range(98)]
+    assert listed(names[:8]) == ", ".join(names[:8])
+    assert listed(names) == f"{', '.join(names[:6])} and 92 more"

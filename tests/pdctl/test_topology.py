@@ -225,3 +225,18 @@ def test_cuda_ipc_is_between_gpus_of_one_host(
         return
     with pytest.raises(TopologyError, match=why):
         loaded(tmp_path, text)
+
+
+def test_the_readme_shows_the_quickstart(tmp_path: Path) -> None:
+    text = (TOPOLOGIES.parent / "README.md").read_text()
+    (tmp_path / "t.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    shown, real = (load(p).topology for p in (tmp_path / "t.yaml", TOPOLOGIES / "quickstart.yaml"))
+    without = {"decode": {0: {"threads"}}}
+    assert shown.model_dump(exclude=without) == real.model_dump(exclude=without)
+
+
+def test_the_torch_of_the_documentation_is_that_of_the_makefile() -> None:
+    makefile = (TOPOLOGIES.parent / "Makefile").read_text()
+    (pinned,) = re.findall(r"^TORCH \?= (torch==\S+)", makefile, re.M)
+    named = re.findall(r"torch==[0-9.]+[0-9]", (TOPOLOGIES.parent / "docs/hosts.md").read_text())
+    assert len(named) == 2 and set(named) == {pinned}

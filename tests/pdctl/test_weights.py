@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pdctl import weights
+from pdctl import topology_checks, weights
+from pdctl.topology import Topology
+from runtime.errors import ConfigError
+from runtime.kv.layout import KvLayout, Shard
+from runtime.kv.pool import pool_blocks
+from runtime.models.config import ModelSpec, spec_from_hf
+from runtime.models.shard import allowed_sizes
 
 
 @pytest.fixture(params=[32, 64])
@@ -18,6 +27,11 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Metadata of every shape, and tensors of two types."""
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(30)
+    writer.add_embedding_length(576)
+    writer.add_feed_forward_length(1536)
+    writer.add_head_count(9)
+    writer.add_head_count_kv(3)
     writer.add_custom_alignment(request.param)
     writer.add_uint8("a", 1)
     writer.add_float64("b", 1.0)
@@ -90,3 +104,71 @@ def test_safetensors_cut_anywhere_is_found(tmp_path: Path) -> None:
 def test_what_is_something_else(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     (tmp_path / name).write_bytes(content)
     assert says in weights.fault(tmp_path / name)
+
+
+# ---- what a runtime goes by ----------------------------------------------------------------------
+
+SHAPE = weights.Shape(layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536)
+CONFIG = {
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "hidden_size": 576, "intermediate_size": 1536,
+}  # fmt: skip
+
+
+def test_the_shape_is_in_the_header(model: Path, tmp_path: Path) -> None:
+    assert weights.shape(model) == SHAPE
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert weights.shape(tmp_path) == SHAPE
+    wider = CONFIG | {"head_dim": 128, "num_key_value_heads": None}
+    (tmp_path / "config.json").write_text(json.dumps(wider))
+    assert weights.shape(tmp_path) == replace(SHAPE, head_dim=128, kv_heads=9)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"hidden_size": 9}', "{"])
+def test_a_header_that_does_not_say_it_has_no_shape(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert weights.shape(tmp_path) is None
+    (tmp_path / "m.gguf").write_text(content)
+    assert weights.shape(tmp_path / "m.gguf") is None
+
+
+def spec_of(shape: weights.Shape) -> ModelSpec:
+    config = CONFIG | {
+        "model_type": "llama", "num_hidden_layers": shape.layers, "head_dim": shape.head_dim,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.intermediate, "vocab_size": 9, "max_position_embeddings": 9,
+    }  # fmt: skip
+    return spec_from_hf("config.json", config, {})
+
+
+SHAPES = st.builds(
+    lambda layers, kv_heads, group, head_dim, columns: weights.Shape(
+        layers, kv_heads * group, kv_heads, 2 * head_dim, columns
+    ),
+    *(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.integers(1, 64)),
+    st.integers(1, 500),
+)
+
+
+@given(SHAPES, st.data())
+def test_the_rules_are_those_of_the_runtime(shape: weights.Shape, data: st.DataObject) -> None:
+    allowed = allowed_sizes(spec_of(shape))
+    assert topology_checks.tp_sizes(shape) == allowed
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16"]))
+    size = data.draw(st.sampled_from(allowed))
+    block_size = data.draw(st.integers(1, 64))
+    layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, block_size, dtype)
+    rank = Shard(0, size).layout(layout)
+
+    def found(kv_cache: int) -> list[topology_checks.Finding]:
+        group = {"tp_size": size, "kv_cache": kv_cache, "block_size": block_size}
+        content = {"name": "t", "model": "m", "hosts": {"a": None}, "mixed": (group,)}
+        topology = Topology.model_validate(content | {"dtype": dtype})
+        return list(topology_checks.model_findings(topology, shape))
+
+    least = 2 * rank.block_bytes * size
+    assert pool_blocks(rank, least, size) == 2 and not found(least)
+    with pytest.raises(ConfigError):
+        pool_blocks(rank, least - 1, size)
+    (small,) = found(least - 1)
+    assert small.path == ("mixed", 0, "kv_cache") and small.what.endswith(" bytes")
